@@ -1,0 +1,9 @@
+"""RMSNorm in torch."""
+
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    n = y.square().mean(-1, True).add_(eps).rsqrt_()
+    return (y * n).mul_(weight).bfloat16()

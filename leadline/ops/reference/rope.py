@@ -1,0 +1,42 @@
+"""Rotary embedding in torch: complex products of adjacent pairs."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from leadline.config.model import YarnConfig
+
+
+def frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) -> Tensor:
+    f = 1.0 / (theta ** (torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim))
+    if yarn is None:
+        return f
+
+    def pair_of_turns(turns: float) -> float:
+        """The pair index whose angle makes `turns` full turns over the original context."""
+        return (
+            rope_dim * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        )
+
+    low = max(math.floor(pair_of_turns(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_of_turns(yarn.beta_slow)), rope_dim - 1)
+    span = high - low if high != low else 0.001
+    m = 1 - ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return f / yarn.factor * (1 - m) + f * m
+
+
+def angles(position_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+    angle = position_T.float().unsqueeze(-1) * freqs
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    rope_dim = cos.shape[-1] * 2
+    turn = torch.complex(cos, -sin if inverse else sin)
+    for _ in range(x.dim() - cos.dim()):
+        turn = turn.unsqueeze(1)
+    plain, turning = x[..., :-rope_dim], x[..., -rope_dim:]
+    pairs = torch.view_as_complex(turning.float().view(*turning.shape[:-1], rope_dim // 2, 2))
+    turned = torch.view_as_real(pairs * turn).flatten(-2).bfloat16()
+    return torch.cat((plain, turned), -1) if plain.shape[-1] else turned
