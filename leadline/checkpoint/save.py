@@ -1,0 +1,55 @@
+"""Writes checkpoints in the published layout: configuration, shards, index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from leadline.checkpoint.schema import expected_tensors
+from leadline.checkpoint.shard import MemoryShard
+from leadline.checkpoint.source import match_tensors
+from leadline.config.model import ModelConfig
+from leadline.errors import CheckpointError
+
+SHARD_BYTES = 5_000_000_000
+
+
+def save_checkpoint(
+    folder: str | Path, config: ModelConfig, tensors: dict[str, torch.Tensor], max_shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes `config.json` and the tensors: one `model.safetensors`, or numbered shards and their index.
+
+    Args:
+        folder: created if needed; must not hold safetensors files already, as old and new shards would mix.
+        tensors: every tensor of `config` under its released name, in the stored type; on any device.
+        max_shard_bytes: a shard holds at least one tensor and otherwise at most this many bytes of them.
+
+    Raises: CheckpointError for a folder in use and for tensors that do not fit the configuration.
+    """
+    folder = Path(folder)
+    match_tensors(expected_tensors(config), [MemoryShard(tensors)])
+    if any(folder.glob("*.safetensors*")):
+        raise CheckpointError(f"{folder}: holds a checkpoint already; choose an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    shard_bytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            shard_bytes = 0
+        shards[-1][name] = tensor.contiguous()
+        shard_bytes += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    shard_of: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        shard_of |= dict.fromkeys(shard, file_name)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": shard_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
