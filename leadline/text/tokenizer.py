@@ -52,6 +52,7 @@ class Tokenizer:
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
         self.image_token_id = config.image_token_id
+        self.has_vision = config.vision is not None
         self._check(config)
         present = [token for token in CONTROL_TOKENS if self._backend.token_to_id(token) is not None]
         if present and len(present) < len(CONTROL_TOKENS):

@@ -1,0 +1,169 @@
+"""Images: decoding, limits, resize plans, placeholders."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import urllib.parse
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from leadline.config.model import VisionConfig, read_config
+from leadline.errors import ImageError
+from leadline.model.vision import span_rows
+from leadline.text import images
+from leadline.text.images import expand_images, load_image, prepare_image, resize_plan
+
+pytestmark = pytest.mark.unit
+
+RELEASED = read_config(Path(__file__).parent.parent / "golden" / "released_config.json")
+assert RELEASED.vision is not None
+VISION: VisionConfig = RELEASED.vision
+IMAGE = RELEASED.image_token_id
+
+
+def png(width: int = 5, height: int = 3, mode: str = "RGB") -> bytes:
+    out = io.BytesIO()
+    Image.effect_noise((width, height), 60).convert(mode).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("size", "pixels", "patches", "grid", "tokens"),
+    [
+        ((224, 224), (546, 546), (39, 39), (13, 13), 184),
+        ((1024, 768), (1036, 770), (74, 55), (25, 19), 496),
+        ((1920, 1080), (1708, 966), (122, 69), (41, 23), 968),
+        ((1344, 1344), (1302, 1302), (93, 93), (31, 31), 994),
+        ((4000, 3000), (1512, 1134), (108, 81), (36, 27), 1001),
+    ],
+)
+def test_published_table(
+    size: tuple[int, int], pixels: tuple[int, int], patches: tuple[int, int], grid: tuple[int, int], tokens: int
+) -> None:
+    plan = resize_plan(*size, VISION)
+    assert (plan.width, plan.height) == pixels
+    assert (plan.patch_columns, plan.patch_rows) == patches
+    assert (plan.token_columns, plan.token_rows) == grid
+    assert plan.num_tokens == tokens == len(plan.token_types())
+
+
+SIDES = st.integers(1, 5000) | st.integers(1, 10**7)
+
+
+@given(SIDES, SIDES, st.sampled_from([None, 3, 1.5]))
+def test_every_size_fits(width: int, height: int, ratio: float | None) -> None:
+    plan = resize_plan(width, height, dataclasses.replace(VISION, max_wh_ratio=ratio))
+    assert 5 <= plan.num_tokens <= VISION.max_image_tokens
+    assert plan.patch_rows * 14 == plan.height > 0
+    assert plan.patch_columns * 14 == plan.width > 0
+    types = plan.token_types().tolist()
+    assert [types.count(kind) for kind in range(4)] == [1, plan.token_rows * plan.token_columns, plan.token_rows, 1]
+
+
+def test_very_thin_images() -> None:
+    column, row = resize_plan(1, 10**6, VISION), resize_plan(10**6, 1, VISION)
+    assert (column.token_rows, column.token_columns, column.num_tokens) == (511, 1, 1024)
+    assert (row.token_rows, row.token_columns, row.num_tokens) == (1, 1021, 1024)
+    with pytest.raises(ImageError, match="0 x 4"):
+        resize_plan(0, 4, VISION)
+
+
+def test_patches_are_channel_first_in_reading_order() -> None:
+    # 546 x 546 after enlarging: left half red, right half black; no padding, as the shape is kept.
+    image = Image.new("RGB", (546, 546))
+    image.paste((255, 0, 0), (0, 0, 280, 546))
+    prepared = prepare_image(image, VISION)
+    assert prepared.patches.shape == (39 * 39, 588)
+    patches = prepared.patches.view(39, 39, 3, 14, 14)
+    assert (patches[:, :20, 0] == 1).all()
+    assert (patches[:, 20:, 0] == -1).all()
+    assert (patches[:, :, 1:] == -1).all()
+
+
+def test_padding_is_grey_and_centred() -> None:
+    prepared = prepare_image(Image.new("RGB", (1000, 100), (255, 255, 255)), VISION)
+    rows = prepared.patches.view(prepared.plan.patch_rows, prepared.plan.patch_columns, 3, 14, 14)
+    column = rows[:, 10, 0, :, 0].flatten()
+    padding = column == torch.tensor((127 / 255 - 0.5) / 0.5).bfloat16()
+    assert 0 < padding.sum() < 14
+    assert (padding == padding.flip(0)).float().mean() > 0.95
+    assert not padding[padding.shape[0] // 2]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "P", "LA"])
+def test_sources_and_modes(tmp_path: Path, mode: str) -> None:
+    data = png(mode=mode)
+    path = tmp_path / "a b.png"
+    path.write_bytes(data)
+    encoded = "data:image/png;base64," + base64.b64encode(data).decode()
+    escaped = "data:image/png," + urllib.parse.quote_from_bytes(data)
+    for source in (data, path, str(path), encoded, escaped):
+        image = load_image(source)
+        assert (image.size, image.mode) == ((5, 3), "RGB")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("https://example.org/a.png", "network"),
+        ("file:///etc/hostname", "network"),
+        ("/no/such/file.png", "readable file"),
+        ("a\0b", "readable file"),
+        ("data:image/png;base64", "comma"),
+        ("data:image/png;base64,@@@", "base64"),
+        (b"", "expected one of PNG"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "expected one of PNG"),
+        (png(50, 50)[:500], "damaged"),
+    ],
+)
+def test_unreadable(source: str | bytes, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        load_image(source)
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = png(100, 50)
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    encoded = "data:image/png;base64," + base64.b64encode(data).decode()
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 4999)
+    with pytest.raises(ImageError, match="4999 pixels, got 100 x 50"):
+        load_image(data)
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(data) - 1)
+    for source in (data, path, encoded):
+        with pytest.raises(ImageError, match=f"{len(data) - 1} bytes, got {len(data)}"):
+            load_image(source)
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 10)
+    with pytest.raises(ImageError, match="10 bytes, got a URL"):
+        load_image(encoded)
+
+
+def test_expand() -> None:
+    small, wide = resize_plan(600, 600, VISION), resize_plan(1000, 100, VISION)
+    ids, types = expand_images([0, IMAGE, 7, 8, IMAGE], [small, wide], IMAGE)
+    first, second = small.num_tokens, wide.num_tokens
+    assert ids.dtype == types.dtype == torch.int64
+    assert ids.tolist() == [0, *[IMAGE] * first, 7, 8, *[IMAGE] * second]
+    assert types.tolist() == [-1, *small.token_types().tolist(), -1, -1, *wide.token_types().tolist()]
+    assert [t.tolist() for t in expand_images([], [], IMAGE)] == [[], []]
+    assert [t.tolist() for t in expand_images([5], [], IMAGE)] == [[5], [-1]]
+    for prompt, plans in (([5], [small]), ([IMAGE], []), ([IMAGE, IMAGE], [small])):
+        with pytest.raises(ImageError, match="one per image token"):
+            expand_images(prompt, plans, IMAGE)
+
+
+def test_span_rows() -> None:
+    types = torch.tensor([-1, 0, 1, 1, 2, 3, -1, 0, 1, 2, 3])
+    aligned = torch.arange(6, dtype=torch.bfloat16).view(3, 2)
+    start, newline, end = (torch.full((2,), float(v), dtype=torch.bfloat16) for v in (10, 20, 30))
+    rows = span_rows(aligned, types, start, newline, end)
+    assert rows.dtype == torch.bfloat16
+    assert rows[:, 0].tolist() == [10, 0, 2, 20, 30, 10, 4, 20, 30]
+    assert span_rows(aligned[:0], types[:1], start, newline, end).shape == (0, 2)
