@@ -42,7 +42,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     for name, spec in expected.items():
         if name.endswith(".scale"):
             continue  # made with its weight
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if spec.dtype in ("BF16", "F32"):
             values = _values(name, spec, config, generator)
             tensors[name] = values.to(torch.bfloat16) if spec.dtype == "BF16" else values

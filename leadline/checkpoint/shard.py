@@ -153,13 +153,10 @@ def open_shards(path: Path) -> list[Shard]:
         return [Shard(path)]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        files = sorted(path.glob("*.safetensors"))
-        if [file.name for file in files] == ["model.safetensors"]:
-            return [Shard(files[0])]
-        if files:
-            raise CheckpointError(
-                f"{index}: missing, with {len(files)} safetensors files beside it; download the index"
-            )
+        if (path / "model.safetensors").is_file():
+            return [Shard(path / "model.safetensors")]
+        if others := list(path.glob("*.safetensors")):
+            raise CheckpointError(f"{index}: missing, with {len(others)} safetensors files beside it; download it")
         raise CheckpointError(f"{path}: no model.safetensors and no index of shards; give a checkpoint folder")
     shard_of = _read_index(index)
     shards = []

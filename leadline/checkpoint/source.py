@@ -105,7 +105,8 @@ class WeightSource:
             codes, scale = (self._keep(part) for part in names)
         weight = Weight.from_fp8(codes, scale) if kind == "F8_E4M3" else Weight.from_fp4(codes, scale)
         if self.is_dense:
-            weight = weight.densified()
+            # Decoding leaves holes of several times the result in the heap; a copy made after it settles into them.
+            weight = Weight.from_bf16(weight.dense_NK().clone())
             for shard, key in shards:
                 shard.release(key)
         self._mark(*names)
