@@ -159,7 +159,7 @@ def _check_stored(
         or tuple(scale.shape) != scale_shape
     ):
         raise OperatorError(
-            f"{kind} weight: expected {dtype} codes with K divisible by 32 and scale float8_e8m0fnu {list(scale_shape)}, "
+            f"{kind} weight: expected {dtype} codes, K divisible by 32, and scale float8_e8m0fnu {list(scale_shape)}, "
             f"got {codes.dtype} {list(codes.shape)} and {scale.dtype} {list(scale.shape)}; check the checkpoint"
         )
 

@@ -1,21 +1,32 @@
 """Operators against the recorded outputs of the published reference (tolerances are those of the recordings)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from leadline.config.model import YarnConfig
-from leadline.formats import fp8
+from leadline.config.model import ModelConfig, YarnConfig, read_config
+from leadline.formats import fp8, rows
+from leadline.ops import compressor, engram, hyper, router
 from leadline.ops.linear import Weight, linear, linear_f32
+from leadline.ops.norm import rms_norm
 from leadline.ops.quantize import act_quant
+from leadline.ops.reference.hyper import split
 from leadline.ops.rope import angles, apply_rope, frequencies
+from leadline.testing.released_tokenizer import released_tokenizer
+from leadline.text.token_map import token_map
 
 pytestmark = pytest.mark.golden
 
 HERE = Path(__file__).parent
 GEMM_SUM_ORDER = 2e-6  # of the sum of absolute products: any order of fp32 sums
+MIXING_REL = 2e-5  # fp32 coefficients after 39 normalisations
+ROUTING_REL = 1e-5
+STATE_REL = 1e-5
+GATE_RMS = 5e-3  # of what the gate adds to the stream
+EPS = 1e-20
 ANGLE_BASE, ANGLE_PER_POSITION = 2e-6, 2.5e-7  # angles are fp32 products
 
 
@@ -93,3 +104,130 @@ def test_rotary(setting: str) -> None:
         ):
             assert bf16_steps(apply_rope(x, cos, sin), forward) <= 1
             assert bf16_steps(apply_rope(x, cos, sin, inverse=True), inverse) <= 1
+
+
+@pytest.mark.parametrize(("case", "S", "iters"), [("plain", 4, 20), ("wide_logits", 4, 20), ("two_copies", 2, 5)])
+def test_stream_coefficients(case: str, S: int, iters: int) -> None:
+    data = {k.rsplit("/", 1)[1]: v for k, v in load("stream_mixing").items() if k.startswith(f"split/{case}/")}
+    out = split(data["mixes"].flatten(0, 1), data["base"], data["scale"], S, iters, 1e-6)
+    for got, name in zip(out, ("pre", "post", "comb"), strict=True):
+        torch.testing.assert_close(got, data[name].flatten(0, 1), rtol=MIXING_REL, atol=0)
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_stream_mixing(case: int) -> None:
+    data = {k.rsplit("/", 1)[1]: v for k, v in load("stream_mixing").items() if k.startswith(f"block/{case}/")}
+    h, y = data["stream"].flatten(0, 1), data["sublayer_out"].flatten(0, 1)
+    out = hyper.mix_coefficients(h, data["fn"], data["base"], data["scale"], 20, 1e-6, EPS)
+    for got, name in zip(out, ("pre", "post", "comb"), strict=True):
+        torch.testing.assert_close(got, data[name].flatten(0, 1), rtol=MIXING_REL, atol=0)
+    assert bf16_steps(hyper.collapse(h, data["pre_mix_in"].flatten(0, 1)), data["collapsed"].flatten(0, 1)) <= 1
+    assert bf16_steps(hyper.expand(y, h, out[1], out[2]), data["expanded"].flatten(0, 1)) <= 1
+
+
+@pytest.mark.parametrize("tokens", ["text", "mixed"])
+@pytest.mark.parametrize(
+    ("case", "top_k", "scaling"),
+    [("small", 4, 1.5), ("released_counts", 6, 1.5), ("draft_counts", 3, 1.5), ("one_expert", 1, 2.0)],
+)
+def test_routing(case: str, top_k: int, scaling: float, tokens: str) -> None:
+    data = {k.removeprefix(f"{case}/"): v for k, v in load("routing").items() if k.startswith(f"{case}/")}
+    image = data["image_mask"].bool() if tokens == "mixed" else None
+    gate = data["weight"].float()
+    ids, weights = router.route(data["x"], gate, data["bias"], data["bias_image"], image, top_k, True, scaling)
+    assert torch.equal(ids, data[f"{tokens}/experts"].long())
+    torch.testing.assert_close(weights, data[f"{tokens}/weights"], rtol=ROUTING_REL, atol=0)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8])
+def test_compressor(ratio: int, prompt: int) -> None:
+    data = load("compressor")
+    wkv, norm = data[f"ratio{ratio}/wkv"], data[f"ratio{ratio}/norm"]
+    case = {k.rsplit("/", 1)[1]: v for k, v in data.items() if k.startswith(f"ratio{ratio}/prefill{prompt}/")}
+    freqs = frequencies(*ROTARY["compressed_small"])
+    layout = rows.compressed_row(64)
+    for b, x in enumerate(case["x"]):
+        if ratio == 2:
+            wgate = data["ratio2/wgate"]
+            c, g = linear_f32(x, wkv.float()), linear_f32(x, wgate.float())
+            made = len(x) // 2
+            pooled = compressor.pool_pairs(c[: 2 * made].view(made, 2, -1), g[: 2 * made].view(made, 2, -1))
+            latents = rms_norm(pooled.bfloat16(), norm, EPS)
+            # state after the prompt: the tokens of the unfinished group
+            for name, value in (("kv_state", c), ("score_state", g)):
+                waiting = case[name][0, b]
+                if prompt % 2:
+                    torch.testing.assert_close(waiting[0], value[prompt - 1], rtol=STATE_REL, atol=STATE_REL)
+        else:
+            latents = rms_norm(linear(x, Weight.from_bf16(wkv)), norm, EPS)
+        assert latents.shape == case["latents"][b].shape
+        assert bf16_steps(latents, case["latents"][b]) <= 1
+        cos, sin = angles(torch.arange(len(latents)) * ratio, freqs)
+        assert bf16_steps(apply_rope(case["latents"][b], cos, sin), case["rotated"][b]) <= 1
+        packed = layout.pack(case["rotated"][b])
+        assert torch.equal(layout.unpack(*packed), case["cache_rows"][b])
+
+
+def test_engram_gate() -> None:
+    data = load("engram_gate")
+    table = rows.PackedRows(rows.window_row(32), data["table_codes"], data["table_scale"])
+    fetched = table.gather(data["rows"])
+    assert torch.equal(fetched, data["fetched"])
+    x = act_quant(fetched.flatten(2).flatten(0, 1))
+    wkv = Weight.from_fp8(data["wkv_codes"].view(torch.float8_e4m3fn), e8m0(data["wkv_scale"]))
+    assert bf16_steps(linear(x, wkv), data["key_value"].flatten(0, 1)) <= 1
+    key, value = data["key_value"].flatten(0, 1).split((256, 64), dim=-1)
+    h = data["stream"].flatten(0, 1)
+    shut = data["token_mask"].flatten() == 0
+    for image, name in ((None, "out"), (shut, "out_masked")):
+        out = engram.engram_gate(h, key.view(-1, 4, 64), value, data["q_weight"], data["k_weight"], EPS, image)
+        want = data[name].flatten(0, 1)
+        added = want.float() - h.float()
+        assert (out.float() - want.float()).square().mean() <= GATE_RMS**2 * added.square().mean()
+    assert torch.equal(out[shut], h[shut])
+
+
+@pytest.fixture(scope="module")
+def released_config() -> ModelConfig:
+    return read_config(HERE / "released_config.json")
+
+
+@pytest.fixture(scope="module")
+def compressed_ids(released_config: ModelConfig) -> torch.Tensor:
+    return token_map(released_tokenizer(released_config), released_config)
+
+
+def hash_config(layout: str, released: ModelConfig) -> ModelConfig:
+    if layout == "released":
+        return released
+    return replace(
+        released,
+        engram_layer_ids=(0, 2, 5),
+        engram_num_embeddings=(630, 834, 1020),
+        engram_vocab_size=97,
+        engram_max_ngram_size=3,
+        engram_n_heads=3,
+    )
+
+
+@pytest.mark.parametrize("layout", ["released", "small"])
+def test_engram_hash(layout: str, released_config: ModelConfig, compressed_ids: torch.Tensor) -> None:
+    data = {k.removeprefix(f"{layout}/"): v for k, v in load("engram_hash").items() if k.startswith(f"{layout}/")}
+    config = hash_config(layout, released_config)
+    tables = engram.build_hash_tables(config)
+    n = config.engram_max_ngram_size
+    assert tuple(tables) == config.engram_layer_ids
+    for i, table in enumerate(tables.values()):
+        assert torch.equal(table.primes, data["primes"][i].flatten().long())
+        assert torch.equal(table.offsets, data["offsets"][i].long())
+        assert torch.equal(table.multipliers, data["multipliers"][i])
+    for case in ("text", "image", "continued", "random"):
+        ids = compressed_ids[data[f"{case}/input_ids"].long()]
+        if f"{case}/token_mask" in data:
+            ids = torch.where(data[f"{case}/token_mask"].bool(), ids, -1)
+        padded = torch.nn.functional.pad(ids, (n - 1, 0), value=-1)
+        window = padded.unfold(1, n, 1).flip(-1).flatten(0, 1)
+        for i, table in enumerate(tables.values()):
+            got = engram.hash_rows(window, table, compressed_ids[config.engram_pad_token_id].item())
+            assert torch.equal(got, data[f"{case}/hash_ids"][:, :, i].flatten(0, 1)), case
