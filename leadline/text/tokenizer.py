@@ -16,6 +16,7 @@ import tokenizers
 from leadline.config.model import ModelConfig
 from leadline.errors import CheckpointError, ConfigError, PromptError
 
+_IMAGE_TOKEN = "<｜deepseek_image｜>"
 # Spellings of V4.1's chat control tokens. A vocabulary holds all of them or none.
 CONTROL_TOKENS = (
     "<｜System｜>",
@@ -25,7 +26,7 @@ CONTROL_TOKENS = (
     "</think>",
     "｜DSML｜",
     "<｜latest_reminder｜>",
-    "<｜deepseek_image｜>",
+    _IMAGE_TOKEN,
 )
 
 
@@ -36,8 +37,8 @@ class Tokenizer:
     Nothing is added to a text unless asked for: no BOS, no EOS. There is no unknown token; every byte has an id.
 
     Raises:
-        ConfigError: the vocabulary has another size than the model, misses a byte, or holds only
-            some of the V4.1 control tokens (a V4 file).
+        ConfigError: the vocabulary has another size than the model, misses a byte, holds only some of the V4.1 control
+            tokens (a V4 file), or has the image token at another id than `image_token_id`.
     Source: architecture.md 8.1.
     """
 
@@ -62,6 +63,11 @@ class Tokenizer:
                 "a V4 tokenizer.json looks like this, use the file of the V4.1 checkpoint"
             )
         self.has_control_tokens = bool(present)
+        if present and self.has_vision and self.id_of(_IMAGE_TOKEN) != self.image_token_id:
+            raise ConfigError(
+                f"image_token_id: expected {self.id_of(_IMAGE_TOKEN)} (tokenizer.json has {_IMAGE_TOKEN} there), got "
+                f"{self.image_token_id}; the two files belong to different checkpoints"
+            )
 
     @classmethod
     def load(cls, folder: str | Path, config: ModelConfig) -> Tokenizer:

@@ -97,6 +97,11 @@ def test_v4_file_is_refused() -> None:
         Tokenizer(text, RELEASED)
 
 
+def test_other_image_id_is_refused() -> None:
+    with pytest.raises(ConfigError, match="image_token_id: expected 129264"):
+        Tokenizer(released_tokenizer_json(), dataclasses.replace(RELEASED, image_token_id=129279))
+
+
 def test_size_mismatch_is_refused() -> None:
     text = (TINY / "tokenizer.json").read_text()
     config = read_config(TINY / "config.json")
