@@ -20,6 +20,7 @@ from leadline.checkpoint.source import WeightSource, available_bytes, dense_byte
 from leadline.config.model import ModelConfig, read_config
 from leadline.errors import CheckpointError
 from leadline.formats.fp8 import dequantize_e4m3_e8m0
+from leadline.ops.engram import build_hash_tables
 from leadline.text.token_map import token_map
 from leadline.text.tokenizer import Tokenizer
 
@@ -486,6 +487,7 @@ def test_default_model(tmp_path, monkeypatch):
     assert tokenizer.encode("<｜deepseek_image｜>") == [config.image_token_id]
     text = "Grüße, 世界 👋\n\t<think>x</think>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert build_hash_tables(config).keys() == set(config.engram_layer_ids)  # checks the number of rows
     assert token_map(tokenizer, config)[config.engram_pad_token_id] == config.engram_pad_token_id
     take_all(WeightSource.open(folder, config), config)
 

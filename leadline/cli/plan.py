@@ -1,0 +1,257 @@
+"""`leadline plan`: what a model consists of and what it needs, computed from its configuration alone.
+
+No weight is read, so the plan of the released model can be had on a laptop that could never hold it.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import re
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from leadline.cache.pool import PAGE_TOKENS
+from leadline.checkpoint.random_model import default_config
+from leadline.checkpoint.schema import TensorSpec, expected_tensors
+from leadline.config.layers import LayerPlan, LayerSpec, plan_layers
+from leadline.config.model import ModelConfig, read_config
+from leadline.errors import RequestError
+from leadline.formats.rows import compressed_row, index_row, window_row
+from leadline.ops.select import BUDGET_BYTES
+
+# Name of a part and the tensors that belong to it; the first match counts.
+_PARTS = (
+    ("engram tables", r"\.engram\.embed\."),
+    ("engram projections", r"\.engram\."),
+    ("draft stages", r"^mtp\."),
+    ("vision", r"^(vision|aligner|image)"),
+    ("embedding and head", r"^(embed|head)\."),
+    ("routed experts", r"\.ffn\.experts\."),
+    ("shared experts", r"\.shared_experts\."),
+    ("router", r"\.gate\."),
+    ("indexer and compressor", r"\.attn\.(indexer|compressor)\."),
+    ("attention", r"\.attn\."),
+    ("norms and stream mixing", r"norm|hc_"),
+)
+_KINDS = {"F8_E4M3": "FP8", "I8": "FP4", "F8_E8M0": "E8M0 scales", "BF16": "BF16", "F32": "F32"}
+
+
+def plan_report(config: ModelConfig, context: int = 1, batch: int = 1, gpus: int = 1) -> dict[str, Any]:
+    """The plan as plain data, the same that `--json` prints.
+
+    Args:
+        context: tokens per sequence. batch: sequences. gpus: devices that share routed experts and sequences; all
+            else is on each of them.
+    Units: bytes, tokens, elements; FP4 counts two elements per stored byte.
+    Raises: RequestError for sizes out of range.
+    Source: architecture.md sections 2.1, 5 and 7.
+    """
+    if not 1 <= context <= config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise RequestError(f"context: expected 1 to {limit} tokens (max_position_embeddings), got {context}")
+    for name, count in (("batch", batch), ("gpus", gpus)):
+        if count < 1:
+            raise RequestError(f"{name}: expected at least 1, got {count}")
+    tensors = expected_tensors(config)
+    plan = plan_layers(config)
+    return {
+        "layers": [_layer(spec) for spec in plan.layers],
+        "checkpoint": _checkpoint(tensors),
+        "cache": _cache(config, plan),
+        "memory": _memory(config, plan, tensors, context, batch, gpus),
+    }
+
+
+def _layer(spec: LayerSpec) -> dict[str, Any]:
+    return {
+        "layer": spec.layer,
+        "mode": spec.mode.value,
+        "ratio": spec.ratio,
+        "rows_of": spec.kv_source,
+        "selection_of": spec.index_source,
+        "candidates_of": spec.candidate_source,
+        "is_candidate_source": spec.is_candidate_source,
+        "has_engram": spec.has_engram,
+        "is_draft_target": spec.is_draft_target,
+    }
+
+
+def _elements(spec: TensorSpec) -> int:
+    return spec.num_elements * (2 if spec.dtype == "I8" else 1)
+
+
+def _part_of(name: str) -> str:
+    return next(part for part, pattern in _PARTS if re.search(pattern, name))
+
+
+def _checkpoint(tensors: dict[str, TensorSpec]) -> dict[str, Any]:
+    parameters: Counter[str] = Counter()
+    part_bytes: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    kind_bytes: Counter[str] = Counter()
+    for name, spec in tensors.items():
+        part, kind = _part_of(name), _KINDS[spec.dtype]
+        parameters[part] += 0 if spec.dtype == "F8_E8M0" else _elements(spec)
+        part_bytes[part] += spec.num_bytes
+        elements[kind] += _elements(spec)
+        kind_bytes[kind] += spec.num_bytes
+    parts = [part for part, _ in _PARTS if part in parameters]
+    kinds = [kind for kind in _KINDS.values() if kind in elements]
+    return {
+        "tensors": len(tensors),
+        "bytes": part_bytes.total(),
+        "parameters": parameters.total(),
+        "parts": [{"part": part, "parameters": parameters[part], "bytes": part_bytes[part]} for part in parts],
+        "kinds": [{"kind": kind, "elements": elements[kind], "bytes": kind_bytes[kind]} for kind in kinds],
+    }
+
+
+def _cache(config: ModelConfig, plan: LayerPlan) -> dict[str, Any]:
+    """Bytes per token of every layer that owns rows, and the constant state of a sequence."""
+    sources = []
+    for source in plan.kv_sources:
+        ratio = plan.layers[source].ratio
+        row, key = compressed_row(config.head_dim).row_bytes, index_row(config.index_head_dim).row_bytes
+        each = {"layer": source, "tokens_per_row": ratio, "row_bytes": row, "key_bytes": key}
+        sources.append({**each, "bytes_per_token": _exact((row + key) / ratio)})
+    ring = config.sliding_window * window_row(config.head_dim).row_bytes
+    pairs = sum(plan.layers[source].ratio == 2 for source in plan.kv_sources)
+    state = {
+        "windows": config.num_hidden_layers * ring,
+        "draft_rings": config.num_nextn_predict_layers * ring,
+        "open_groups": pairs * 2 * config.head_dim * 4,  # projection and gate of one token, fp32
+        "hashed_ids": (config.engram_max_ngram_size - 1) * 8 if config.engram_layer_ids else 0,
+    }
+    return {
+        "bytes_per_token": _exact(sum(source["bytes_per_token"] for source in sources)),
+        "sources": sources,
+        "bytes_per_sequence": sum(state.values()),
+        "sequence_state": state,
+    }
+
+
+def _exact(value: float) -> float:
+    """Whole numbers as int: half rows make quotients of 2."""
+    return int(value) if value == int(value) else value
+
+
+def _memory(
+    config: ModelConfig, plan: LayerPlan, tensors: dict[str, TensorSpec], context: int, batch: int, gpus: int
+) -> dict[str, Any]:
+    """What one device must hold. Tables stay on the host; a page of the cache covers PAGE_TOKENS tokens."""
+    tables = experts = others = 0
+    for name, spec in tensors.items():
+        if ".engram.embed." in name:
+            tables += spec.num_bytes
+        elif ".ffn.experts." in name:
+            experts += spec.num_bytes
+        else:
+            others += spec.num_bytes
+    cache = _cache(config, plan)
+    sequences = -(-batch // gpus)
+    tokens = -(-context // PAGE_TOKENS) * PAGE_TOKENS
+    device = {
+        "routed_experts": -(-experts // gpus),
+        "other_weights": others,
+        "rows": int(sequences * tokens * cache["bytes_per_token"]),
+        "sequence_state": sequences * cache["bytes_per_sequence"],
+        "selection_scratch": BUDGET_BYTES if plan.kv_sources else 0,
+    }
+    return {
+        "context": context,
+        "batch": batch,
+        "gpus": gpus,
+        "bytes_per_device": sum(device.values()),
+        "device": device,
+        "host": {"engram_tables": tables},
+    }
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder or config.json; empty: the small default model.")
+    ] = "",
+    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    gpus: Annotated[int, typer.Option(help="Devices that share the routed experts and the sequences.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show a model's layers, sizes and memory needs, from its configuration alone."""
+    config = read_config(model) if model else default_config()
+    report = plan_report(config, context, batch, gpus)
+    if json:
+        typer.echo(json_format.dumps(report, indent=2))
+        return
+    console = Console()
+    for table in _tables(report):
+        console.print(table)
+
+
+def _tables(report: dict[str, Any]) -> list[Table]:
+    checkpoint, cache, memory = report["checkpoint"], report["cache"], report["memory"]
+    layers = _table("Layers", ["layers", "mode", "ratio", "rows of", "selection of", "candidates of", "notes"])
+    for first, last, row in _runs(report["layers"]):
+        layers.add_row(str(first) if first == last else f"{first}-{last}", *row)
+
+    title = f"Checkpoint: {checkpoint['tensors']:,} tensors, {_size(checkpoint['bytes'])}"
+    parts = _table(title, ["part", "parameters", "bytes"], numbers_from=1)
+    for part in checkpoint["parts"]:
+        parts.add_row(part["part"], f"{part['parameters']:,}", f"{part['bytes']:,}")
+    parts.add_section()
+    parts.add_row("all", f"{checkpoint['parameters']:,}", f"{checkpoint['bytes']:,}")
+
+    kinds = _table("Number formats", ["format", "elements", "bytes"], numbers_from=1)
+    for kind in checkpoint["kinds"]:
+        kinds.add_row(kind["kind"], f"{kind['elements']:,}", f"{kind['bytes']:,}")
+
+    title = f"Cache: {cache['bytes_per_token']:,} B per token, {_size(cache['bytes_per_sequence'])} per sequence"
+    rows = _table(title, ["owner", "bytes per token", "bytes per sequence"], numbers_from=1)
+    for source in cache["sources"]:
+        rows.add_row(f"layer {source['layer']}", f"{source['bytes_per_token']:,}", "")
+    for name, size in cache["sequence_state"].items():
+        rows.add_row(name.replace("_", " "), "", f"{size:,}")
+
+    title = f"Memory: {memory['batch']} x {memory['context']:,} tokens on {memory['gpus']} device(s)"
+    needs = _table(title, ["what", "bytes", ""], numbers_from=1)
+    for name, size in memory["device"].items():
+        needs.add_row(name.replace("_", " "), f"{size:,}", _size(size))
+    needs.add_section()
+    needs.add_row("each device", f"{memory['bytes_per_device']:,}", _size(memory["bytes_per_device"]))
+    needs.add_row("host: engram tables", f"{memory['host']['engram_tables']:,}", _size(memory["host"]["engram_tables"]))
+    return [layers, parts, kinds, rows, needs]
+
+
+def _table(title: str, columns: list[str], numbers_from: int | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if numbers_from is not None and number >= numbers_from else "left")
+    return table
+
+
+def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Neighbouring layers with equal cells as one line: (first, last, cells)."""
+    flags = {"is_candidate_source": "candidate source", "has_engram": "engram", "is_draft_target": "feeds the drafter"}
+    runs: list[tuple[int, int, tuple[str, ...]]] = []
+    for layer in layers:
+        number = layer["layer"]
+        own = {number: "own", None: "-"}
+        sources = (layer[key] for key in ("rows_of", "selection_of", "candidates_of"))
+        notes = ", ".join(text for flag, text in flags.items() if layer[flag])
+        cells = (layer["mode"], str(layer["ratio"] or "-"), *(own.get(s, str(s)) for s in sources), notes)
+        if runs and runs[-1][2] == cells and "own" not in cells:
+            runs[-1] = (runs[-1][0], number, cells)
+        else:
+            runs.append((number, number, cells))
+    return runs
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.2f} GiB"
