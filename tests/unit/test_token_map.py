@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from leadline.config.model import read_config
 from leadline.errors import ConfigError
+from leadline.ops.engram import build_hash_tables, hash_rows
 from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.token_map import token_map
 from leadline.text.tokenizer import Tokenizer
@@ -67,3 +68,23 @@ def test_small_vocabulary_and_size_check() -> None:
     assert found[upper] == found[lower]
     with pytest.raises(ConfigError, match=r"expected 331 .*got 330"):
         token_map(tokenizer, dataclasses.replace(config, engram_compressed_vocab_size=331))
+
+
+@pytest.mark.parametrize(
+    ("dead", "sha256"),
+    [
+        ([], "980b5764141cc55cc3d882135071c13c83d58ba9ba659373f751799d6a2ed31a"),
+        ([2, 3], "f107a50488b053aa648cc1de83c484a9b6be9ff28f44a7220ea608822c1bb156"),
+    ],
+)
+def test_text_to_table_rows(released_map: torch.Tensor, dead: list[int], sha256: str) -> None:
+    """Appendix A: from the text to all [8, 2, 24] row numbers; dead positions stand for an image."""
+    ids = released_tokenizer(RELEASED).encode("Hello! The quick brown fox.", add_bos=True)
+    compressed = released_map[ids]
+    compressed[dead] = -1
+    padded = torch.cat([torch.full((RELEASED.engram_max_ngram_size - 1,), -1), compressed])
+    window = padded.unfold(0, RELEASED.engram_max_ngram_size, 1).flip(1)
+    pad = int(released_map[RELEASED.engram_pad_token_id])
+    rows = torch.stack([hash_rows(window, table, pad) for table in build_hash_tables(RELEASED).values()], dim=1)
+    assert rows.shape == (8, 2, 24)
+    assert hashlib.sha256(rows.numpy().astype("<i8").tobytes()).hexdigest() == sha256
