@@ -17,8 +17,8 @@ _FEW_TOKENS = 8
 def mix_coefficients(
     h_TSD: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    T, S, _ = h_TSD.shape
-    x = widened_rows(h_TSD.reshape(T, -1))
+    T, S, D = h_TSD.shape
+    x = widened_rows(h_TSD.reshape(T, S * D))
     n = x.square().mean(-1, True).add_(norm_eps).rsqrt_()
     return split(F.linear(x, fn).mul_(n)[:T], base, scale, S, iters, eps)
 
