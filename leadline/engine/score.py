@@ -1,0 +1,50 @@
+"""How likely a model finds given texts: the log-probability of every prompt token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from leadline.engine.generate import Progress, check_prompt
+from leadline.engine.model_api import Model, Run
+from leadline.engine.sampler import Logprob, check_finite, logprobs_of
+
+SCORED_ROWS = 256  # per step: logits of the released vocabulary take half a MB a row
+
+
+def score(
+    model: Model,
+    cache: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    top: int = 0,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> list[list[list[Logprob] | None]]:
+    """For every prompt token: its entry and the `top` most likely ones, given the tokens before it; None for the first.
+
+    Every layer runs on every token (`prefill="full"`), one prompt after the other.
+    Raises: PromptError before any work; CapacityError if the cache is full; RequestError at logits that are not finite.
+    """
+    context = min(model.config.max_position_embeddings, max_length or model.config.max_position_embeddings)
+    checked = [check_prompt(prompt, model.config.vocab_size, context) for prompt in prompts]
+    total, done = sum(len(ids_T) for ids_T in checked), 0
+    results: list[list[list[Logprob] | None]] = []
+    for ids_T in checked:
+        sequence = cache.open()
+        entries: list[list[Logprob] | None] = [None]
+        try:
+            for start in range(0, len(ids_T), min(SCORED_ROWS, cache.max_step_tokens)):
+                chunk_T = ids_T[start : start + min(SCORED_ROWS, cache.max_step_tokens)]
+                output = model.step([Run(sequence, chunk_T, start, len(ids_T), "full")], cache)
+                following = ids_T[start + 1 : start + 1 + len(chunk_T)].tolist()
+                logits_NV = output.logits[0][: len(following)]
+                check_finite(logits_NV, start + 1)
+                entries += logprobs_of(logits_NV, following, top)
+                done += len(chunk_T)
+                if progress is not None:
+                    progress(done, total)
+        finally:
+            sequence.close()
+        results.append(entries)
+    return results

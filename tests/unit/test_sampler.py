@@ -1,0 +1,174 @@
+"""Logits to tokens: filters against a plain Python twin, random numbers, broken logits, log-probabilities."""
+
+import math
+
+import pytest
+import torch
+
+from leadline.config.sampling import SamplingParams
+from leadline.engine.sampler import Draw, Logprob, Sampler, logprobs_of, pick
+from leadline.errors import RequestError
+from leadline.testing.statistics import chi_square_p_value
+
+pytestmark = pytest.mark.unit
+
+# Fixed seeds: a test either always passes or always fails. Correct code fails one such choice of seed in a thousand.
+MIN_P_VALUE = 1e-3
+PROB_TOLERANCE = 1e-12  # float64 softmax and sums of 40 terms; the twin adds in another order
+LOGPROB_TOLERANCE = 1e-5  # fp32 log_softmax of values up to 30
+
+
+def sampler(seed=1, sample=0, banned=(), banned_before=0, **params):
+    return Sampler(SamplingParams(**params), seed, sample, banned, banned_before)
+
+
+def twin_probs(logits, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
+    """The filters in plain Python, one token at a time."""
+    top = max(logits)
+    weights = [math.exp((value - top) / temperature) for value in logits]
+    probs = [weight / sum(weights) for weight in weights]
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    order = [i for i in order if probs[i] >= min_p * max(probs)]
+    if top_k > 0:
+        order = order[:top_k]
+    kept, mass, total = [], 0.0, sum(probs[i] for i in order)
+    for i in order:
+        if top_p < 1 and kept and mass >= top_p * total:
+            break
+        kept.append(i)
+        mass += probs[i]
+    return [probs[i] / mass if i in kept else 0.0 for i in range(len(probs))]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 5.0, "min_p": 0.2},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 1000},
+        {"top_p": 0.9},
+        {"top_p": 1e-9},
+        {"temperature": 0.7, "min_p": 0.01, "top_k": 11, "top_p": 0.8},
+    ],
+    ids=str,
+)
+def test_filters_equal_the_twin(params):
+    logits_V = 3 * torch.randn(37, generator=torch.Generator().manual_seed(0))
+    got_V = sampler(**params).probs(logits_V, 5)
+    want_V = torch.tensor(twin_probs(logits_V.double().tolist(), **params), dtype=torch.float64)
+    assert got_V.dtype == torch.float64
+    assert torch.equal(got_V == 0, want_V == 0)
+    torch.testing.assert_close(got_V, want_V, rtol=0, atol=PROB_TOLERANCE)
+
+
+def test_filter_order_is_min_p_then_top_k_then_top_p():
+    # After top_k 2 the first token has 4/7 > 0.57 of what is left and stays alone; of all four it has 0.4.
+    logits_V = torch.tensor([0.4, 0.2, 0.1, 0.3]).log()
+    assert sampler(top_k=2, top_p=0.57).probs(logits_V, 0).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert sampler(top_p=0.57).probs(logits_V, 0).count_nonzero() == 2
+
+
+def test_ties_at_a_border_keep_the_lowest_ids():
+    logits_V = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    assert sampler(top_k=2).probs(logits_V, 0).nonzero().flatten().tolist() == [1, 2]
+    assert sampler(top_p=0.5).probs(logits_V, 0).nonzero().flatten().tolist() == [1, 2]
+    assert sampler(temperature=0).token(logits_V, 0) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e300])
+def test_extreme_temperatures(temperature):
+    probs_V = sampler(temperature=temperature).probs(torch.tensor([1.0, 3.0, -1e30, 2.0]), 0)
+    assert probs_V.isfinite().all()
+    if temperature < 1:
+        assert probs_V.tolist() == [0.0, 1.0, 0.0, 0.0]
+    else:
+        assert probs_V.count_nonzero() == 4
+
+
+def test_logits_are_not_changed():
+    logits_V = torch.randn(11)
+    before = logits_V.clone()
+    sampler(top_k=3, top_p=0.5, min_p=0.1, banned=[2], banned_before=9).probs(logits_V, 0)
+    assert torch.equal(logits_V, before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits(bad, temperature):
+    logits_V = torch.zeros(9)
+    logits_V[4] = bad
+    with pytest.raises(RequestError, match=r"position 12.* 1 of 9"):
+        sampler(temperature=temperature).token(logits_V, 12)
+
+
+def test_banned_ids_until_min_tokens():
+    logits_V = torch.tensor([9.0, 1.0, 0.0])
+    for temperature in (0.0, 0.01):
+        rules = sampler(temperature=temperature, banned=[0], banned_before=5)
+        assert rules.token(logits_V, 4) == 1
+        assert rules.token(logits_V, 5) == 0
+
+
+def test_random_numbers_depend_on_seed_sample_purpose_and_position():
+    numbers = {
+        sampler(seed=seed, sample=sample).uniform(draw, position)
+        for seed in (0, 1, -1, 2**63)
+        for sample in (0, 1)
+        for draw in Draw
+        for position in (0, 1, 2**33)
+    }
+    assert len(numbers) == 4 * 2 * 3 * 3
+    assert all(0 <= number < 1 for number in numbers)
+    assert sampler(seed=7).uniform(Draw.TOKEN, 3) == sampler(seed=7).uniform(Draw.TOKEN, 3)
+    # Recorded: seeds keep their meaning from release to release.
+    assert sampler(seed=1).uniform(Draw.TOKEN, 0) == 0.08867124762411072
+
+
+def test_random_numbers_are_uniform():
+    rules = sampler(seed=3)
+    counts = [0] * 16
+    for position in range(4000):
+        counts[int(16 * rules.uniform(Draw.TOKEN, position))] += 1
+    assert chi_square_p_value(counts, [1 / 16] * 16) > MIN_P_VALUE
+
+
+def test_pick_at_the_borders():
+    probs_V = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0], dtype=torch.float64)
+    assert [pick(probs_V, u) for u in (0.0, 0.2499, 0.25, 1 - 2**-52)] == [1, 1, 3, 3]
+    assert pick(probs_V * 1e-9, 1 - 2**-52) == 3
+
+
+def test_sampled_distribution():
+    logits_V = 2 * torch.randn(12, generator=torch.Generator().manual_seed(1))
+    rules = sampler(seed=11, temperature=0.8, top_p=0.95)
+    counts = [0] * 12
+    for position in range(3000):
+        counts[rules.token(logits_V, position)] += 1
+    assert chi_square_p_value(counts, rules.probs(logits_V, 0).tolist()) > MIN_P_VALUE
+    # The test must be able to fail: the same counts do not fit another temperature.
+    assert chi_square_p_value(counts, sampler(temperature=1.1).probs(logits_V, 0).tolist()) < MIN_P_VALUE
+
+
+def test_logprobs_of_hand_made_rows():
+    logits_NV = torch.tensor([[0.5, 0.25, 0.125, 0.125], [1.0, 1.0, 1.0, 1.0]]).log() + 7
+    rows = logprobs_of(logits_NV, [3, 2], 2)
+    assert [[(entry.token_id, entry.rank) for entry in row] for row in rows] == [
+        [(3, 4), (0, 1), (1, 2)],
+        [(2, 3), (0, 1), (1, 2)],
+    ]
+    want = [math.log(0.125), math.log(0.5), math.log(0.25), *[math.log(0.25)] * 3]
+    got = [entry.logprob for row in rows for entry in row]
+    assert got == pytest.approx(want, abs=LOGPROB_TOLERANCE)
+
+
+def test_logprobs_edges():
+    logits_NV = torch.randn(1, 3)
+    assert logprobs_of(logits_NV[:0], [], 5) == []
+    assert len(logprobs_of(logits_NV, [1], 0)[0]) == 1
+    row = logprobs_of(logits_NV, [1], 99)[0]
+    assert sorted(entry.token_id for entry in row) == [0, 1, 2]
+    assert isinstance(row[0], Logprob)
+    assert sum(math.exp(entry.logprob) for entry in row) == pytest.approx(1, abs=LOGPROB_TOLERANCE)

@@ -1,0 +1,153 @@
+"""Speculation: the output distribution is the model's own, whatever the drafter proposes."""
+
+import itertools
+
+import pytest
+import torch
+
+from leadline.config.sampling import SamplingParams
+from leadline.engine.generate import Request, generate
+from leadline.engine.model_api import Run
+from leadline.engine.sampler import Sampler
+from leadline.engine.speculate import Proposal, Speculation, accept, propose
+from leadline.errors import RequestError
+from leadline.testing.fake_model import FakeConfig, FakeModel
+from leadline.testing.statistics import chi_square_p_value
+
+pytestmark = pytest.mark.unit
+
+MIN_P_VALUE = 1e-3  # fixed seeds; see test_sampler.py
+TRIALS = 3000
+
+
+def tokens_of(model, params, speculation, prompts=([5],)):
+    cache = model.new_cache(max_tokens=4096, max_sequences=4)
+    requests = [Request(token_ids=prompt, params=params) for prompt in prompts]
+    outputs = {}
+    for delta in generate(model, cache, requests, speculation=speculation):
+        outputs.setdefault((delta.request, delta.sample), []).extend(delta.token_ids)
+    assert cache.num_free_slots == 4
+    assert cache.pages.num_free == cache.pages.num_pages
+    return outputs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_one_draft_gives_the_models_distribution(temperature, filters):
+    """First token after one draft from a wrong q; the exact answer is p."""
+    generator = torch.Generator().manual_seed(4)
+    p_logits_V, q_logits_V = 0.8 * torch.randn(2, 9, generator=generator)
+    params = SamplingParams(temperature=temperature, **filters)
+    counts = [0] * 9
+    accepted = 0
+    for seed in range(TRIALS):
+        rules = Sampler(params, seed)
+        q_V = rules.probs(q_logits_V, 7)
+        draft = int(torch.multinomial(q_V, 1, generator=generator))
+        tokens = accept(rules, torch.stack([p_logits_V, p_logits_V]), Proposal([draft], [q_V]), 7)
+        counts[tokens[0]] += 1
+        accepted += len(tokens) - 1
+    p_V, q_V = rules.probs(p_logits_V, 7), rules.probs(q_logits_V, 7)
+    assert chi_square_p_value(counts, p_V.tolist()) > MIN_P_VALUE
+    assert chi_square_p_value(counts, q_V.tolist()) < MIN_P_VALUE  # so the drafts were really corrected
+    overlap = float(torch.minimum(p_V, q_V).sum())
+    assert chi_square_p_value([accepted, TRIALS - accepted], [overlap, 1 - overlap]) > MIN_P_VALUE
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 5])
+def test_generated_triples_have_the_markov_distribution(drafts):
+    """Three tokens generated with drafts, over all triples, against the product of the model's own probabilities."""
+    config = FakeConfig(vocab_size=4)
+    model = FakeModel(config, seed=2, draft_noise=1.5)
+    params = [SamplingParams(seed=seed, max_tokens=3, ignore_eos=True) for seed in range(TRIALS)]
+    counts = dict.fromkeys(itertools.product(range(4), repeat=3), 0)
+    cache = model.new_cache(max_tokens=8192, max_sequences=64, max_step_tokens=512)
+    requests = [Request(token_ids=[2], params=entry) for entry in params]
+    outputs = {}
+    for delta in generate(model, cache, requests, speculation=Speculation(max_drafts=drafts)):
+        outputs.setdefault(delta.request, []).extend(delta.token_ids)
+    for tokens in outputs.values():
+        counts[tuple(tokens)] += 1
+    p_VV = model.table.double().softmax(dim=-1)
+    exact = [float(p_VV[2, a] * p_VV[a, b] * p_VV[b, c]) for a, b, c in counts]
+    assert chi_square_p_value(list(counts.values()), exact) > MIN_P_VALUE
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
+def test_greedy_equals_plain_greedy(drafts, noise):
+    model = FakeModel(draft_noise=noise)
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    prompts = [[5], [7, 8, 9], [4] * 70]
+    plain = tokens_of(model, params, None, prompts)
+    steps = len(model.steps)
+    assert tokens_of(model, params, Speculation(max_drafts=drafts), prompts) == plain
+    assert all(len(tokens) == 50 for tokens in plain.values())
+    if noise == 0.0:
+        assert len(model.steps) - steps < steps / (drafts + 1) + 3  # perfect drafts: far fewer steps
+
+
+def test_perfect_drafts_are_all_accepted():
+    model = FakeModel(draft_noise=0.0)
+    cache = model.new_cache(max_tokens=512, max_sequences=1)
+    params = SamplingParams(seed=1, max_tokens=37, ignore_eos=True)
+    deltas = list(generate(model, cache, [Request(token_ids=[5], params=params)], speculation=Speculation()))
+    assert [len(delta.token_ids) for delta in deltas] == [1, 6, 6, 6, 6, 6, 6]
+    assert [delta.drafted for delta in deltas] == [0, 5, 5, 5, 5, 5, 5]
+
+
+def test_never_processes_beyond_the_last_token():
+    model = FakeModel(draft_noise=0.0)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    tokens_of(model, params, Speculation())
+    assert model.steps == [[1], [2]]  # anchor and one draft: the third token is not processed
+
+
+def test_low_confidence_cuts():
+    model = FakeModel(confidence=(-1.0,) * 5)  # sigmoid 0.27
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    tokens_of(model, params, Speculation(min_confidence=0.5))
+    assert all(step == [1] for step in model.steps)
+    model.steps.clear()
+    tokens_of(model, params, Speculation(min_confidence=0.2))
+    assert [6] in model.steps
+
+
+def test_the_cut_is_before_the_first_doubtful_draft():
+    model = FakeModel(confidence=(3.0, 3.0, -9.0, 3.0, 3.0))
+    cache = model.new_cache(max_tokens=512, max_sequences=1)
+    sequence = cache.open()
+    model.step([Run(sequence, torch.tensor([5]), 0, 1)], cache)
+    rules = Sampler(SamplingParams(), 0)
+    (whole,) = propose(model, cache, [sequence], [rules], [6], [5])
+    (cut,) = propose(model, cache, [sequence], [rules], [6], [5], min_confidence=0.5)
+    assert len(whole.token_ids) == len(whole.probs) == 5
+    assert cut.token_ids == whole.token_ids[:2]
+    assert [torch.equal(a, b) for a, b in zip(cut.probs, whole.probs[:2], strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("drafts", [0, -1, 6, 7])
+def test_illegal_draft_counts_are_refused_at_the_start(drafts):
+    model = FakeModel()
+    cache = model.new_cache(max_tokens=512, max_sequences=1)
+    with pytest.raises(RequestError, match="max_drafts: expected 1 to 5"):
+        generate(model, cache, [Request(token_ids=[5])], speculation=Speculation(max_drafts=drafts))
+    assert model.steps == []
+
+
+def test_rows_after_a_rejection_do_not_matter():
+    logits_LV = torch.zeros(3, 4)
+    logits_LV[0, 2] = 9.0
+    logits_LV[1:] = float("nan")
+    greedy = Sampler(SamplingParams(temperature=0), 0)
+    assert accept(greedy, logits_LV, Proposal([1, 1], []), 0) == [2]
+    with pytest.raises(RequestError, match="position 1"):
+        accept(greedy, logits_LV, Proposal([2, 1], []), 0)
+
+
+def test_same_seed_same_tokens_with_any_neighbours():
+    model = FakeModel()
+    alone = SamplingParams(seed=9, max_tokens=30, ignore_eos=True)
+    (want,) = tokens_of(model, alone, Speculation()).values()
+    got = tokens_of(model, alone, Speculation(), [[7, 7], [5], [6] * 50])
+    assert got[1, 0] == want
