@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from leadline.formats.rows import PackedRows, index_row
 from leadline.ops import select
@@ -113,7 +113,7 @@ def main() -> int:
             lines.append(line)
 
     console = Console()
-    table = Table("operator", "queries", "rows", "p20 us", "p50 us", "p80 us", "GFLOP/s")
+    table = Table(Column("operator", no_wrap=True), "queries", "rows", "p20 us", "p50 us", "p80 us", "GFLOP/s")
     for line in lines:
         figures = ["refused: wrong choice", "", "", ""]
         if line["correct"]:
