@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,7 +92,7 @@ def generate(
     speculation: Speculation | None = None,
     max_length: int | None = None,
     progress: Progress | None = None,
-) -> Iterator[Delta]:
+) -> Generator[Delta, None, None]:
     """Generate for all requests at once, in order of arrival as far as the cache allows.
 
     A sequence is admitted when a slot and the pages for its longest possible answer are free, so that it never has to
@@ -182,7 +182,7 @@ def _run(
     max_drafts: int,
     free_pages: int,
     progress: Progress | None,
-) -> Iterator[Delta]:
+) -> Generator[Delta, None, None]:
     waiting, running = deque(jobs), list[_Job]()
     prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
     prefilled = 0

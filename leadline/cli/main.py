@@ -1,0 +1,70 @@
+"""The `leadline` command. Sub-commands are imported when they run, so that help is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+
+from leadline import __version__
+from leadline.errors import LeadlineError
+
+_COMMANDS = {
+    "generate": "Continue a text.",
+    "chat": "Talk to the model.",
+    "verify": "Check this machine's results against a recording.",
+    "plan": "Show a model's layers, sizes and memory needs, from its configuration alone.",
+    "ops": "List the operators, their implementations and what runs here.",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Lists commands by their one-line help; imports only the one that runs."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=_COMMANDS[cmd_name]) if cmd_name in _COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _load(str(command.name)), rest
+
+
+def _load(name: str) -> Any:
+    function = getattr(importlib.import_module(f"leadline.cli.{name}"), name)
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name)(function)
+    command = typer.main.get_command(single)
+    command.name = name
+    return command
+
+
+app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    """DeepSeek V4.1 inference: exact, small, readable."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Runs the command line. Our own errors end it with one red line on stderr and status 1, Ctrl-C with status 130."""
+    try:
+        app()
+    except LeadlineError as error:
+        message = " ".join(str(error).split("\n"))
+        Console(stderr=True).print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

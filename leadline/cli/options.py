@@ -1,0 +1,99 @@
+"""Options that several commands share, and what they do with them. Defaults come from the fields they set."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+
+from leadline.config.sampling import SamplingParams
+from leadline.engine.generate import Progress as Report
+from leadline.llm import LLM
+
+DEFAULTS = SamplingParams()
+LONG_PROMPT = 1024  # tokens; shorter prompts need no progress bar
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Checkpoint folder or hub id; empty: the small random model.")
+]
+Weights = Annotated[Literal["auto", "dense", "packed"], typer.Option(help="Weights in memory: bf16 or as stored.")]
+Prefill = Annotated[
+    Literal["halo", "replay", "full"],
+    typer.Option(help="halo: exact; replay: cheaper, approximate; full: every layer on every prompt token."),
+]
+Speculate = Annotated[
+    bool, typer.Option("--speculate/--no-speculate", help="Draft with the model's own draft stages (lossless).")
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer.", show_default="the context")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: always the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Keep the most likely tokens up to this share.")]
+TopK = Annotated[int, typer.Option(help="Keep so many tokens; 0: all.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.", show_default="random")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate; 0: up to the context.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeat for several.")]
+
+
+def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, max_model_len: int | None) -> LLM:
+    """Load the model with a progress bar on stderr. The default model is announced as what it is."""
+    console = Console(stderr=True)
+    if not model:
+        console.print(
+            "no --model given: using the small model with random weights, its text has no meaning", style="dim"
+        )
+    with progress_bar("loading", DownloadColumn()) as report:
+        return LLM(
+            model or None,
+            weights=weights,
+            prefill=prefill,
+            speculate=speculate,
+            max_model_len=max_model_len,
+            progress=report,
+        )
+
+
+@contextmanager
+def progress_bar(what: str, column: ProgressColumn | None = None, least: int = 0) -> Iterator[Report]:
+    """A function of (done, total) that shows a bar on stderr, if that is a terminal and total is above `least`.
+
+    The bar is gone once done reaches total: it must not redraw under text that streams to the same terminal.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), column or MofNCompleteColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    task = bar.add_task(what)
+
+    def report(done: int, total: int) -> None:
+        if total > least and done < total:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+        if done >= total:
+            bar.stop()
+
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
+def for_terminal(text: str) -> str:
+    """The text; for a terminal without control characters that could steer it (newline and tab stay)."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+def statistics_line(statistics: dict[str, Any]) -> str:
+    """One line for people: tokens, seconds, tokens per second, accepted drafts."""
+    s = statistics
+    line = f"{s['prompt_tokens']} prompt tokens in {s['prefill_s']:.2f} s, {s['completion_tokens']} tokens"
+    if s["tokens_per_s"] is not None:
+        line += f" in {s['decode_s']:.2f} s, {s['tokens_per_s']:.1f} tokens/s"
+    if s["drafts"]:
+        line += f", {s['drafts_accepted']} of {s['drafts']} drafts accepted"
+    return line

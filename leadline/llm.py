@@ -1,0 +1,375 @@
+"""A model in this process: prompts in, texts out. The surface follows vLLM's where it means the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from leadline.checkpoint.random_model import default_model_folder
+from leadline.config.sampling import SamplingParams
+from leadline.engine.generate import Delta, FinishReason, Progress, Request, generate
+from leadline.engine.model_api import Prefill
+from leadline.engine.sampler import Logprob
+from leadline.engine.score import score
+from leadline.engine.speculate import Speculation
+from leadline.errors import CheckpointError, LeadlineError, PromptError
+from leadline.text.chat import ChatDelta, ChatPrompt, Effort, ImageSource, Messages, render_chat
+from leadline.text.images import expand_images, load_image, prepare_image
+from leadline.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+_DEFAULT_CACHE_TOKENS = 1 << 18
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One answer. In a chat `text` is the content alone, beside `reasoning` and `tool_calls`.
+
+    logprobs: per token its own entry first, then the most likely ones, if asked for. num_drafted and num_accepted:
+    drafts verified, and how many of them became tokens. error: why finish_reason is "error".
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    reasoning: str = ""
+    tool_calls: list[str] = field(default_factory=list)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    error: LeadlineError | None = None
+
+    def add(self, delta: Delta, parts: Sequence[ChatDelta] | None = None) -> None:
+        """Join a delta of this answer to what is there; in a chat `parts` take the place of its text."""
+        self.token_ids += delta.token_ids
+        if parts is None:
+            self.text += delta.text
+        for part in parts or ():
+            if part.kind == "reasoning":
+                self.reasoning += part.text
+            elif part.kind == "content":
+                self.text += part.text
+            else:
+                self.tool_calls.append(part.text)
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + [_by_id(entries) for entries in delta.logprobs]
+        self.num_drafted += delta.drafted
+        self.num_accepted += min(delta.drafted, max(0, len(delta.token_ids) - 1))
+        self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt, images expanded, and its `n` answers."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreOutput:
+    """A prompt and per token its log-probability and those of the most likely tokens; None for the first token."""
+
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPiece:
+    """What one step added to an answer, and the same as parts of the answer."""
+
+    delta: Delta
+    parts: list[ChatDelta]
+
+
+def resolve_model(model: str | Path | None) -> Path:
+    """The folder of a model word: a folder, a hub id (downloaded on first use), or None for the small default model.
+
+    Raises: CheckpointError if there is no such folder, or the hub does not give it.
+    """
+    if model is None:
+        return default_model_folder()
+    if Path(model).exists():
+        return Path(model)
+    if not _HUB_ID.fullmatch(str(model)):
+        raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "
+                              "neither; check the path")  # fmt: skip
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"model {str(model)!r}: no such folder, and the hub says: {reason}") from error
+
+
+class LLM:
+    """A loaded model with its tokenizer and cache. One generation at a time runs on it.
+
+    Args:
+        model: folder, hub id, or None for the small random model.
+        weights: "dense" keeps bf16 weights in memory, "packed" the stored bytes, "auto" what fits.
+        prefill: "halo" is exact, "replay" the cheaper approximation, "full" runs every layer on every prompt token.
+        speculate: draft with the model's own draft stages: the same distribution, fewer steps if drafts are good.
+        max_model_len: most tokens of a sequence, prompt included; None for as many as model and cache allow.
+        max_num_seqs: most sequences that run together.
+        max_num_batched_tokens: most tokens of one step.
+        max_cache_tokens: tokens of all running sequences together.
+    Raises: CheckpointError, ConfigError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        weights: Literal["auto", "dense", "packed"] = "auto",
+        prefill: Prefill = "halo",
+        speculate: bool | Speculation = False,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        max_cache_tokens: int = _DEFAULT_CACHE_TOKENS,
+        progress: Progress | None = None,
+    ) -> None:
+        folder = resolve_model(model)
+        from leadline.model.model import Model  # here: an LLM around another model needs none of it
+
+        loaded = Model.load(folder, weights=weights, progress=progress)
+        self._set_up(
+            loaded,
+            Tokenizer.load(folder, loaded.config),
+            name=str(model or folder.name),
+            prefill=prefill,
+            speculate=speculate,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_cache_tokens=max_cache_tokens,
+        )
+
+    @classmethod
+    def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
+        """The same around a model in memory. `options`: the constructor's from `prefill` on, and a name."""
+        llm = cls.__new__(cls)
+        llm._set_up(model, tokenizer, **options)
+        return llm
+
+    def _set_up(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        name: str = "model",
+        prefill: Prefill = "halo",
+        speculate: bool | Speculation = False,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 512,
+        max_cache_tokens: int = _DEFAULT_CACHE_TOKENS,
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.config = model.config
+        self.tokenizer = tokenizer
+        self.prefill: Prefill = prefill
+        self.speculation = Speculation() if speculate is True else speculate or None
+        self.max_model_len = max_model_len
+        self.cache = model.new_cache(
+            max_tokens=max_cache_tokens, max_sequences=max_num_seqs, max_step_tokens=max_num_batched_tokens
+        )
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        images: Sequence[Sequence[ImageSource]] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts, texts (BOS is put in front) or token ids (taken as they are).
+
+        images: per prompt its images, one for each image token; a prompt without image tokens gets them at its start.
+        A sequence that fails on its own ends with finish_reason "error"; the others go on.
+        Raises: RequestError of some kind if any request cannot be served; nothing has run then.
+        """
+        requests = self.prepare(prompts, sampling_params, images=images)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in _listed(prompts)]
+        outputs = _empty_outputs(texts, requests)
+        with closing(self.run(requests, progress)) as deltas:
+            for delta in deltas:
+                outputs[delta.request].outputs[delta.sample].add(delta)
+        return outputs
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        images: Sequence[Sequence[ImageSource]] | None = None,
+        progress: Progress | None = None,
+    ) -> Generator[Delta, None, None]:
+        """As `generate`, step by step. Close the iterator to cancel what has not ended."""
+        return self.run(self.prepare(prompts, sampling_params, images=images), progress)
+
+    def prepare(
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        images: Sequence[Sequence[ImageSource]] | None = None,
+    ) -> list[Request]:
+        """What `generate` does before the model runs: token ids, and images read and encoded."""
+        ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
+        sources: Sequence[Sequence[ImageSource]] = [()] * len(ids) if images is None else images
+        if len(sources) != len(ids):
+            raise PromptError(f"images: expected one list for each of {len(ids)} prompts, got {len(sources)}")
+        for prompt_ids, given in zip(ids, sources, strict=True):
+            if given and self.config.image_token_id not in prompt_ids:
+                at = int(prompt_ids[:1] == [self.config.bos_token_id])
+                prompt_ids[at:at] = [self.config.image_token_id] * len(given)
+        return [self._request(*entry) for entry in zip(ids, sources, _params(sampling_params, len(ids)), strict=True)]
+
+    def run(self, requests: list[Request], progress: Progress | None = None) -> Generator[Delta, None, None]:
+        """Generate for prepared requests, step by step. Close the iterator to cancel."""
+        return generate(
+            self.model,
+            self.cache,
+            requests,
+            tokenizer=self.tokenizer,
+            prefill=self.prefill,
+            speculation=self.speculation,
+            max_length=self.max_model_len,
+            progress=progress,
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        *,
+        thinking: bool | None = None,
+        effort: Effort | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; messages, thinking, effort and tools as in `text.chat.render_chat`.
+
+        Thinking counts as part of the answer: a small `max_tokens` may end inside it and leave `text` empty.
+        Raises: as `generate`.
+        """
+        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [
+            render_chat(self.tokenizer, conversation, thinking=thinking, effort=effort, tools=tools)  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        requests = self._chat_requests(prompts, sampling_params)
+        outputs = _empty_outputs([prompt.text for prompt in prompts], requests)
+        with closing(self._run_chat(prompts, requests, progress)) as pieces:
+            for piece in pieces:
+                outputs[piece.delta.request].outputs[piece.delta.sample].add(piece.delta, piece.parts)
+        return outputs
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        effort: Effort | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: Progress | None = None,
+    ) -> Generator[ChatPiece, None, None]:
+        """As `chat` for one conversation, step by step. Close the iterator to cancel."""
+        prompt = render_chat(self.tokenizer, messages, thinking=thinking, effort=effort, tools=tools)
+        return self._run_chat([prompt], self._chat_requests([prompt], sampling_params), progress)
+
+    def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
+        """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
+        ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
+        scored = score(self.model, self.cache, ids, top=top, max_length=self.max_model_len, progress=progress)
+        return [
+            ScoreOutput(
+                prompt_token_ids=prompt_ids,
+                prompt_logprobs=[None if entries is None else _by_id(entries) for entries in per_token],
+            )
+            for prompt_ids, per_token in zip(ids, scored, strict=True)
+        ]
+
+    def _run_chat(
+        self, prompts: list[ChatPrompt], requests: list[Request], progress: Progress | None
+    ) -> Generator[ChatPiece, None, None]:
+        deltas = self.run(requests, progress)  # refuses bad requests here, before the first piece is asked for
+        parsers = {
+            (i, sample): prompt.parser()
+            for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+            for sample in range(request.params.n)
+        }
+
+        def pieces() -> Generator[ChatPiece, None, None]:
+            with closing(deltas):
+                for delta in deltas:
+                    parser = parsers[delta.request, delta.sample]
+                    parts = parser.feed(delta.text)
+                    yield ChatPiece(delta, parts if delta.finish_reason is None else [*parts, *parser.finish()])
+
+        return pieces()
+
+    def _chat_requests(self, prompts: list[ChatPrompt], params: Params) -> list[Request]:
+        listed = _params(params, len(prompts))
+        return [self._request(p.token_ids, p.images, entry) for p, entry in zip(prompts, listed, strict=True)]
+
+    def _request(self, token_ids: list[int], images: Sequence[ImageSource], params: SamplingParams) -> Request:
+        if not images and self.config.image_token_id not in token_ids:
+            return Request(token_ids=token_ids, params=params)
+        vision = self.config.vision
+        if vision is None:
+            raise PromptError(f"images: expected none, got {len(images)}; this model does not read images")
+        prepared = [prepare_image(load_image(source), vision) for source in images]
+        ids_T, types_T = expand_images(token_ids, [image.plan for image in prepared], self.config.image_token_id)
+        rows_ND = self.model.encode_images(prepared)
+        return Request(token_ids=ids_T.tolist(), params=params, image_rows=rows_ND, token_types=types_T)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else list(prompt)
+
+
+def _listed(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several as a list; a list of integers is one prompt."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(params: Params, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise PromptError(f"sampling_params: expected one, or one for each of {count} prompts, got {len(params)}")
+    return list(params)
+
+
+def _empty_outputs(texts: Sequence[str | None], requests: list[Request]) -> list[RequestOutput]:
+    return [
+        RequestOutput(
+            prompt=text,
+            prompt_token_ids=list(request.token_ids),
+            outputs=[CompletionOutput(index=sample) for sample in range(request.params.n)],
+        )
+        for text, request in zip(texts, requests, strict=True)
+    ]
+
+
+def _by_id(entries: list[Logprob]) -> dict[int, Logprob]:
+    return {entry.token_id: entry for entry in entries}

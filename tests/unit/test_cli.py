@@ -1,0 +1,274 @@
+"""The command line on the fake model: what it prints where, exit status, signals, start-up time."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import leadline
+from leadline.cli import main as cli_main
+from leadline.cli import options
+from leadline.testing.fake_llm import fake_llm
+
+pytestmark = pytest.mark.unit
+
+START_SECONDS = 60  # for a subprocess that imports torch on a busy machine
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a command line on a fake model; `loaded` tells with which options it was opened."""
+    runner = CliRunner()
+
+    def invoke(*args, ring="abc", stdin=None):
+        invoke.loaded = []
+
+        def fake_open(*opened):
+            invoke.loaded.append(opened)
+            return fake_llm(ring, prefill=opened[2], speculate=opened[3], max_model_len=opened[4])
+
+        for command in ("generate", "chat"):
+            monkeypatch.setattr(f"leadline.cli.{command}.open_llm", fake_open)
+        return runner.invoke(cli_main.app, [str(arg) for arg in args], input=stdin)
+
+    return invoke
+
+
+def fails(run, capsys, monkeypatch, *args, **kwargs):
+    """Exit status and stderr of `main()` for arguments that must fail."""
+    monkeypatch.setattr(sys, "argv", ["leadline", *args])
+    monkeypatch.setattr("leadline.cli.generate.open_llm", lambda *opened: fake_llm(max_model_len=opened[4]))
+    with pytest.raises(SystemExit) as stopped:
+        cli_main.main()
+    return stopped.value.code, capsys.readouterr()
+
+
+def test_generate_streams_to_stdout_and_counts_on_stderr(run):
+    result = run("generate", "x", "-n", 7)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "abcabca\n"
+    assert re.match(r"2 prompt tokens in .* s, 7 tokens in .* s, [\d.]+ tokens/s\n", result.stderr)
+
+
+def test_generate_from_file_and_stdin(run, tmp_path):
+    (tmp_path / "prompt").write_text("xb", encoding="utf-8")
+    assert run("generate", "--file", tmp_path / "prompt", "-n", 2).stdout == "ca\n"
+    assert run("generate", "-", "-n", 2, stdin="xa").stdout == "bc\n"
+
+
+def test_generate_passes_every_option(run):
+    result = run(
+        *("generate", "x", "--model", "some/model", "--weights", "packed", "--prefill", "replay", "--speculate"),
+        *("--max-model-len", 100, "-t", 0, "--top-p", 0.5, "--top-k", 3, "--min-p", 0.1, "--seed", 4, "--n", 2),
+        *("--stop", "zz", "--stop", "ca", "--stop-token-id", 9, "--include-stop", "--ignore-eos", "--min-tokens", 2),
+        *("--json", "--logprobs", 1),
+    )
+    assert result.exit_code == 0, result.output
+    assert run.loaded == [("some/model", "packed", "replay", True, 100)]
+    document = json.loads(result.stdout)
+    assert document["prompt"] == "x"
+    assert [answer["text"] for answer in document["answers"]] == ["abca"] * 2
+    assert document["answers"][0]["stop_reason"] == "ca"
+    assert document["answers"][0]["logprobs"][0][0]["token"] == "a"
+    assert document["statistics"]["drafts"] > 0
+
+
+def test_json_is_one_document_and_several_answers_are_headed(run):
+    assert json.loads(run("generate", "x", "-n", 3, "--json").stdout)["answers"][0]["text"] == "abc"
+    assert run("generate", "x", "-n", 3, "--n", 2).stdout == "--- answer 1\nabc\n--- answer 2\nabc\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate"], "error: prompt: expected a text"),
+        (["generate", "x", "--file", "y"], "error: prompt: expected a text"),
+        (["generate", "--file", "/no/such/file"], "error: /no/such/file: expected readable UTF-8 text"),
+        (["generate", "x", "-t", "-1"], "error: temperature: expected"),
+        (["generate", "x" * 50, "--max-model-len", "20"], "error: prompt: expected at most 19 tokens"),
+        (["generate", "x", "--image", "/no/such.png"], "error: images: expected none"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_our_errors_are_one_line_and_status_1(run, capsys, monkeypatch, args, message):
+    code, captured = fails(run, capsys, monkeypatch, *args)
+    assert code == 1
+    assert captured.err.startswith(message)
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_unknown_model_word(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["leadline", "generate", "x", "--model", "/no/such/folder"])
+    with pytest.raises(SystemExit) as stopped:
+        cli_main.main()
+    assert stopped.value.code == 1
+    assert "expected a checkpoint folder or a hub id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["nonsense"], ["generate", "x", "--weights", "tiny"], ["ops", "--device", "abacus"]])
+def test_wrong_usage_is_status_2(run, args):
+    assert run(*args).exit_code == 2
+
+
+def test_help_lists_commands_without_importing_them():
+    code = (
+        "import sys, leadline.cli.main as m\n"
+        "sys.argv = ['leadline', '--help']\n"
+        "try: m.main()\n"
+        "except SystemExit: print('torch' in sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=START_SECONDS
+    )
+    assert result.stdout.rstrip().endswith("False")
+    for name in cli_main._COMMANDS:
+        assert name in result.stdout
+
+
+def test_import_leadline_is_light():
+    code = "import sys, leadline; leadline.SamplingParams(n=2); leadline.PromptError; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=START_SECONDS
+    )
+    assert result.stdout == "False\n"
+    assert all(hasattr(leadline, name) for name in leadline.__all__ if name != "LLM")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = leadline.nothing
+
+
+def test_chat_over_a_pipe(run):
+    result = run("chat", "-n", 4, "--system", "S", stdin="one\n\ntwo\n/nonsense\n/reset\nthree\n/exit\nfour\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "abca\n" * 3
+    assert "error: /nonsense: no such command" in result.stderr
+
+
+def test_chat_keeps_and_forgets_the_conversation(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr("leadline.llm.render_chat", lambda tokenizer, messages, **options: seen.append(
+        [(message["role"], message["content"]) for message in messages]) or fake_prompt(tokenizer))  # fmt: skip
+    run("chat", "-n", 2, stdin="one\ntwo\n/reset\nthree\n")
+    assert seen == [
+        [("user", "one")],
+        [("user", "one"), ("assistant", "ab"), ("user", "two")],
+        [("user", "three")],
+    ]
+
+
+def fake_prompt(tokenizer):
+    from leadline.text.chat import render_chat
+
+    return render_chat(tokenizer, [{"role": "user", "content": "x"}])
+
+
+def test_chat_refuses_an_image_and_goes_on(run):
+    result = run("chat", "-n", 2, stdin="/image /no/such.png\nx\n")
+    assert result.stdout == "ab\n"
+    assert "error: image /no/such.png" in result.stderr
+
+
+def test_ops(run):
+    rows = json.loads(run("ops", "--json").stdout)["operators"]
+    assert {"op": "rms_norm", "impl": "reference", "runs": True, "reason": ""} in rows
+    assert "rms_norm" in run("ops", "--device", "cpu").stdout
+
+
+def test_terminal_text_is_harmless(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert options.for_terminal("a\x1b[2J\x9b\x07\tb\n") == "a\ufffd[2J\ufffd\ufffd\tb\n"
+
+
+class Terminal:
+    """`leadline` in a terminal of its own, on a fake model that answers `abcabc...` for ever."""
+
+    def __init__(self, *args):
+        code = (
+            "import sys, leadline.cli.main as m, leadline.cli.chat as c, leadline.cli.generate as g\n"
+            "from leadline.testing.fake_llm import fake_llm\n"
+            "c.open_llm = g.open_llm = lambda *o: fake_llm('abc', step_seconds=0.02)\n"
+            f"sys.argv = ['leadline', *{args!r}]\n"
+            "m.main()\n"
+        )
+        self.terminal, child = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=child, stdout=child, stderr=child, start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)), env={**os.environ, "TERM": "dumb"},
+        )  # fmt: skip
+        os.close(child)
+        self.output = ""
+
+    def wait_for(self, pattern):
+        """Reads until the output since the last match holds `pattern`; returns what was read."""
+        end = time.monotonic() + START_SECONDS
+        while not (match := re.search(pattern, self.output)):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.output!r}"
+            if select.select([self.terminal], [], [], 0.1)[0]:
+                try:
+                    self.output += os.read(self.terminal, 4096).decode()
+                except OSError:  # the other side is gone
+                    raise AssertionError(f"ended without {pattern!r}: {self.output!r}") from None
+        seen, self.output = self.output[: match.end()], self.output[match.end() :]
+        return seen
+
+    def type(self, text):
+        os.write(self.terminal, text.encode())
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.terminal)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start(*args):
+        opened.append(Terminal(*args))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_ctrl_c_stops_an_answer_but_not_the_chat(terminal):
+    chat = terminal("chat", "--max-tokens", "0")
+    chat.wait_for("> ")
+    chat.type("hello\n")
+    chat.wait_for("abcabc")
+    chat.type("\x03")
+    chat.wait_for(r"tokens in .* s, stopped")
+    chat.wait_for("> ")
+    chat.type("again\n")
+    chat.wait_for("abcabc")
+    chat.type("\x03")
+    chat.wait_for("stopped")
+    chat.wait_for("> ")
+    chat.type("half a line\x03")
+    chat.wait_for("> ")
+    chat.type("/exit\n")
+    assert chat.process.wait(START_SECONDS) == 0
+    assert "Traceback" not in chat.output
+
+
+def test_ctrl_c_ends_generate_with_130_and_no_traceback(terminal):
+    generate = terminal("generate", "x", "--max-tokens", "0")
+    generate.wait_for("abcabc")
+    generate.type("\x03")
+    assert generate.process.wait(START_SECONDS) == 130
+    while select.select([generate.terminal], [], [], 0.1)[0]:
+        try:
+            generate.output += os.read(generate.terminal, 4096).decode()
+        except OSError:
+            break
+    assert "Traceback" not in generate.output

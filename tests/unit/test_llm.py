@@ -1,0 +1,116 @@
+"""The Python surface on the fake model."""
+
+import pytest
+
+from leadline import LLM, SamplingParams
+from leadline.errors import CheckpointError, ImageError, PromptError, SamplingError
+from leadline.llm import resolve_model
+from leadline.testing.fake_llm import fake_llm
+
+pytestmark = pytest.mark.unit
+
+FIVE = SamplingParams(max_tokens=5, seed=1)
+
+
+def test_generate_takes_texts_and_ids_one_or_several():
+    llm = fake_llm("abc")
+    (by_text,) = llm.generate("xa", FIVE)
+    ids = llm.tokenizer.encode("xa", add_bos=True)
+    assert by_text.prompt == "xa"
+    assert by_text.prompt_token_ids == ids
+    assert by_text.outputs[0].text == "bcabc"
+    assert by_text.outputs[0].finish_reason == "length"
+    assert llm.tokenizer.decode(by_text.outputs[0].token_ids) == "bcabc"
+    (by_ids,) = llm.generate(ids, FIVE)
+    assert (by_ids.prompt, by_ids.outputs[0].text) == (None, "bcabc")
+    several = llm.generate(["xb", ids], [SamplingParams(max_tokens=1), FIVE])
+    assert [output.outputs[0].text for output in several] == ["c", "bcabc"]
+    assert llm.generate([], FIVE) == []
+
+
+def test_generate_n_and_logprobs():
+    (output,) = fake_llm("abc").generate("x", SamplingParams(n=2, max_tokens=3, logprobs=2))
+    assert [answer.index for answer in output.outputs] == [0, 1]
+    for answer in output.outputs:
+        assert len(answer.logprobs) == 3
+        for token_id, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert entries[token_id].rank == 1
+            assert len(entries) == 2
+
+
+def test_stream_joins_to_generate_and_can_be_left():
+    llm = fake_llm("abc", speculate=True, max_num_seqs=1)
+    assert "".join(delta.text for delta in llm.stream("x", FIVE)) == "abcab"
+    stream = llm.stream("x", FIVE)
+    next(stream)
+    stream.close()
+    (output,) = llm.generate("x", FIVE)
+    assert (output.outputs[0].num_drafted, output.outputs[0].num_accepted) == (3, 3)
+
+
+def test_chat_one_and_several_conversations():
+    llm = fake_llm("abc")
+    messages = [{"role": "user", "content": "x"}]
+    (answer,) = llm.chat(messages, FIVE)
+    assert answer.outputs[0].text == "abcab"
+    assert answer.prompt.endswith("User: x\n\nAssistant:")
+    assert len(llm.chat([messages, messages], FIVE)) == 2
+    assert "".join(part.text for piece in llm.stream_chat(messages, FIVE) for part in piece.parts) == "abcab"
+    with pytest.raises(PromptError):
+        llm.chat([], FIVE)
+    with pytest.raises(PromptError, match="thinking"):
+        llm.chat(messages, FIVE, thinking=True)
+
+
+def test_an_answer_that_ends_at_once():
+    (output,) = fake_llm("").generate("x")
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "stop")
+    assert output.outputs[0].token_ids == [1]
+
+
+def test_score():
+    llm = fake_llm("abc")
+    scored, other = llm.score(["abcabc", [0]], top=1)
+    assert scored.prompt_logprobs[0] is None
+    assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids) == 7
+    last = scored.prompt_token_ids[-1]
+    assert scored.prompt_logprobs[-1][last].logprob == pytest.approx(0, abs=1e-6)  # logit 50 against zeros
+    assert other.prompt_logprobs == [None]
+
+
+def test_refusals():
+    llm = fake_llm("abc", max_model_len=10)
+    with pytest.raises(PromptError, match="at most 9 tokens"):
+        llm.generate("x" * 10)
+    with pytest.raises(PromptError, match="sampling_params: expected one"):
+        llm.generate(["x", "y"], [FIVE])
+    with pytest.raises(PromptError, match="at least one token"):
+        llm.generate([[]])
+    with pytest.raises(PromptError, match="images: expected one list"):
+        llm.generate("x", images=[[], []])
+    with pytest.raises(PromptError, match="does not read images"):
+        llm.generate("x", images=[["a.png"]])
+    with pytest.raises(ImageError, match="does not read images"):
+        llm.chat([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+    with pytest.raises(SamplingError, match="stop_token_ids"):
+        llm.generate("x", SamplingParams(stop_token_ids=[260]))
+
+
+@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", ""])
+def test_unknown_model_words(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"expected a checkpoint folder or a hub id|no such"):
+        LLM(word) if word else resolve_model(tmp_path / "missing")
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise OSError("offline\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"the hub says: offline$"):
+        resolve_model("owner/name")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: f"/cache/{name}")
+    assert str(resolve_model("owner/name")) == "/cache/owner/name"
