@@ -147,6 +147,18 @@ def test_f1_all_lengths_zero(T: int) -> None:
         assert torch.equal(out, torch.full((T, width), -1, dtype=torch.int32))
 
 
+def test_f1_a_tile_of_queries_that_see_nothing_beside_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_SCORES", reference._TILE)  # one query a tile
+    q, w, rows = real_operands(8, 3, 4, 32, 40)
+    keys, visible_T = paged(rows, 40), torch.tensor([0, 40, 0])
+    row_TK, block_TB = select.select_rows_and_blocks(q, w, keys, visible_T, 5, 3, 8)
+    inside_TK = select.select_in_blocks(q, w, keys, visible_T, block_TB, 8, 5)
+    for out in (row_TK, block_TB, inside_TK):
+        assert (out >= 0).any(1).tolist() == [False, True, False]
+    no_blocks_TB = torch.zeros(3, 0, dtype=torch.int32)
+    assert not bool((select.select_in_blocks(q, w, keys, visible_T, no_blocks_TB, 8, 5) >= 0).any())
+
+
 @pytest.mark.parametrize(("J", "X"), [(32, 128), (8, 64), (3, 32)])
 def test_f2_selection_does_not_depend_on_neighbours(J: int, X: int) -> None:
     """The same query alone, among others, among others that see more, elsewhere in the pool, and in other tiles."""

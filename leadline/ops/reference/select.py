@@ -91,12 +91,9 @@ def select_in_blocks(
     k: int,
 ) -> Tensor:
     visible = _visible_counts(visible_T, keys)
-    T, B = block_idx_TB.shape
-    longest = max(visible, default=0)
-    if longest == 0 or B == 0:
-        return block_idx_TB.new_full((T, k), -1, dtype=torch.int32)
+    B = block_idx_TB.shape[1]
     # Distinct blocks that hold as many rows as are visible hold all of them: nothing is restricted.
-    if longest <= B * block_size and bool(((block_idx_TB >= 0).sum(1) * block_size >= visible_T).all()):
+    if max(visible, default=0) <= B * block_size and bool(((block_idx_TB >= 0).sum(1) * block_size >= visible_T).all()):
         return select_rows(q_TJX, head_weight_TJ, keys, visible_T, k)
     offset_R = torch.arange(block_size, device=q_TJX.device)
     step = max(1, min(B, _SPAN // block_size))
@@ -209,7 +206,8 @@ class _Best:
 
     def finish(self, visible_T: Tensor) -> Tensor:
         """int32 [T, keep]: the rows ascending, then -1; hidden rows are numbered beyond the visible, so come last."""
-        assert self.rank_TK is not None
+        if self.rank_TK is None:  # nothing was offered: no query of the tile sees a row, or there are no blocks
+            return visible_T.new_full((visible_T.shape[0], self.keep), -1, dtype=torch.int32)
         row_TK = self.rank_TK.neg_().bitwise_and_(_ROW_BITS).bitwise_right_shift_(1).sort().values
         row_TK = torch.where(row_TK < visible_T[:, None], row_TK, -1).int()
         missing = self.keep - row_TK.shape[1]
