@@ -1,0 +1,54 @@
+"""Page numbers: who holds which page. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+from leadline.errors import CapacityError
+
+PAGE_TOKENS = 128
+MAX_ROLLBACK = 7  # tokens that a sequence can take back: a verified block never rejects more
+
+class PageAllocator:
+    """Hands out page numbers `0..num_pages-1` with reference counts.
+
+    A page is free when its count is zero. The lowest free numbers are not preferred: the most recently freed page is
+    reused first, since its memory is likely to be warm.
+    """
+
+    def __init__(self, num_pages: int, what: str, option: str) -> None:
+        self.num_pages = num_pages
+        self._what = what
+        self._option = option
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._ref_count = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, each with one reference.
+
+        Raises:
+            CapacityError: fewer are free; nothing is taken then.
+        """
+        if count > len(self._free):
+            raise CapacityError(
+                f"{self._what}: {count} pages needed, {len(self._free)} of {self.num_pages} free; "
+                f"end a request or raise {self._option}"
+            )
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._ref_count[page] = 1
+        return pages
+
+    def share(self, page: int) -> None:
+        """Add a reference to a page that is in use."""
+        assert self._ref_count[page] > 0, f"{self._what}: page {page} is free"
+        self._ref_count[page] += 1
+
+    def release(self, page: int) -> None:
+        """Drop one reference; the page becomes free with the last one."""
+        assert self._ref_count[page] > 0, f"{self._what}: page {page} is released twice"
+        self._ref_count[page] -= 1
+        if self._ref_count[page] == 0:
+            self._free.append(page)
