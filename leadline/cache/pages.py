@@ -7,6 +7,7 @@ from leadline.errors import CapacityError
 PAGE_TOKENS = 128
 MAX_ROLLBACK = 7  # tokens that a sequence can take back: a verified block never rejects more
 
+
 class PageAllocator:
     """Hands out page numbers `0..num_pages-1` with reference counts.
 

@@ -93,9 +93,7 @@ class KVCache:
 
         num_windows = config.num_hidden_layers + config.num_nextn_predict_layers
         window = window_row(config.head_dim)
-        self.windows = [
-            RowPool(window, num_window_pages * PAGE_TOKENS, device, poison) for _ in range(num_windows)
-        ]
+        self.windows = [RowPool(window, num_window_pages * PAGE_TOKENS, device, poison) for _ in range(num_windows)]
         self.ratios = {s: plan.layers[s].ratio for s in plan.kv_sources}
         row, key = compressed_row(config.head_dim), index_row(config.index_head_dim)
         rows_in = {s: num_pages * (PAGE_TOKENS // r) for s, r in self.ratios.items()}

@@ -77,6 +77,7 @@ class ActiveRows:
         self.offsets = [0]
         for start, end in zip(starts, step.ends, strict=True):
             self.offsets.append(self.offsets[-1] + end - start)
+        self.stored_rows: Tensor | None = None  # window pool rows of these positions, made when first stored
         self._windows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._visible: dict[int, Tensor] = {}
 
@@ -324,7 +325,9 @@ def _check_run(run: Run, config: ModelConfig, cache: KVCache) -> None:
         raise PromptError(f"token_ids: expected int64 [n] with n >= 1, got {ids.dtype} {list(ids.shape)}")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
-        raise PromptError(f"token_ids: id {low if low < 0 else high} is outside the vocabulary 0..{config.vocab_size - 1}")
+        raise PromptError(
+            f"token_ids: id {low if low < 0 else high} is outside the vocabulary 0..{config.vocab_size - 1}"
+        )
     if run.prefill not in PREFILL_MODES:
         raise RequestError(f"prefill: expected one of {', '.join(PREFILL_MODES)}, got {run.prefill!r}")
     if not run.sequence.is_open:
