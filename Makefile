@@ -35,5 +35,5 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	@echo "== tests"
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@echo "== tests, two processes of one thread each (more threads than cores wait for each other, docs/log.md)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
