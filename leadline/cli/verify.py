@@ -1,0 +1,80 @@
+"""`leadline verify`: does this machine compute what the published reference computed?"""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from leadline.errors import VerificationError
+from leadline.llm import resolve_model
+from leadline.model.model import Model
+from leadline.verify import RECORDING, Part, check_decode, check_formats, check_recording, read_recording
+
+
+def verify(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id; empty: the small random model.")] = "",
+    recording: Annotated[
+        str, typer.Option(help="Recorded values of the reference.", show_default=f"{RECORDING} beside the model")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+) -> None:
+    """Check this machine's results against a recording."""
+    folder = resolve_model(model or None)
+    path = Path(recording) if recording else folder / RECORDING
+    has_recording = bool(recording) or path.exists()
+    recorded = read_recording(path) if has_recording else None
+    parts = check_formats()
+    loaded = Model.load(folder)
+    parts += check_decode(loaded)
+    if recorded is not None:
+        parts += check_recording(loaded, recorded)
+    if json:
+        document = {"recording": str(path) if has_recording else None, "parts": [_plain(part) for part in parts]}
+        typer.echo(json_format.dumps(document, indent=2))
+    else:
+        console = Console()
+        console.print(_table(parts))
+        if not has_recording:
+            console.print(
+                f"no recording: {path} does not exist, so only formats and the model against itself were checked; "
+                "name one with --recording",
+                markup=False,
+                soft_wrap=True,
+            )
+    failed = [part.name for part in parts if not part.passed]
+    if failed:
+        raise VerificationError(
+            f"{len(failed)} of {len(parts)} parts are not reproduced within tolerance: {', '.join(failed)}; "
+            "the first of them is the place to look, later ones may follow from it"
+        )
+
+
+def _plain(part: Part) -> dict[str, Any]:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None  # JSON has no NaN
+
+    checks = [{"what": c.what, "value": number(c.value), "limit": c.limit, "passed": c.passed} for c in part.checks]
+    return {
+        "part": part.name,
+        "worst": number(part.worst),
+        "rms": number(part.rms),
+        "checks": checks,
+        "passed": part.passed,
+    }
+
+
+def _table(parts: list[Part]) -> Table:
+    table = Table(title="Comparison", title_justify="left")
+    for heading in ("part", "worst", "RMS", "tolerance", "verdict"):
+        table.add_column(heading, justify="right" if heading in ("worst", "RMS") else "left")
+    for part in parts:
+        tolerance = "\n".join(f"{c.what} {c.value:.2g} of {c.limit:.2g}" for c in part.checks)
+        verdict = "[green]pass[/]" if part.passed else "[red]FAIL[/]"
+        table.add_row(part.name, f"{part.worst:.2g}", f"{part.rms:.2g}", tolerance, verdict)
+    return table

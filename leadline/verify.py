@@ -1,0 +1,412 @@
+"""Does this machine compute what the published reference computed? The comparison behind `leadline verify`.
+
+A recording is a file of the reference's inner values for one prompt and some steps after it. It is compared twice:
+    fed      every layer is given the recorded streams and collapse weights of the layer below it, so that errors do
+             not pile up and a wrong layer names itself
+    chained  the model runs on its own, step by step on the recorded tokens: logits, greedy choices, drafts
+Rounding to FP8 and FP4 turns a last-bit difference into a whole code now and then, and a changed code can change a
+selection or a route. Chained results are therefore compared statistically, against the noise stored in the recording.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from leadline.config.token_types import TokenType
+from leadline.errors import VerificationError
+from leadline.formats import fp4, fp8
+from leadline.formats.rows import compressed_row, index_row, window_row
+from leadline.model.block import Block, Trace
+from leadline.model.model import Model
+from leadline.model.step import Run
+from leadline.text.images import prepare_image
+
+RECORDING = "golden.safetensors"
+
+# Layers fed with recorded inputs, same rounding points as the reference. Another summation order alone costs at most
+# 0.0004 on average and 0.015 at a single position; the smallest known mistakes cost 0.02 on average.
+LAYER_MEAN, LAYER_WORST = 0.002, 0.02
+# Share of positions whose experts may differ under the same inputs: near ties.
+CHANGED_ROUTES = 0.01
+# Index scores stay fp32 here and are rounded to bf16 in the reference, so entries within one bf16 unit of the cut may
+# swap: a few positions in a hundred exchange one row. The limit for one set is the one stated for other rounding points;
+# on average far less may be exchanged. The limit on single positions of a layer holds where the selection is the same.
+SWAPPED_MEAN, SWAPPED_WORST = 0.01, 0.15
+# Logits of the chained run against the noise of the recording: a correct run is about as far away as the reference
+# is from itself under other rounding; mistakes are mostly several times as far.
+LOGIT_MEDIAN, LOGIT_P95 = 1.5, 4.0
+# A greedy choice is binding where its margin is beyond any noise seen; at four times, one in 1400 was still broken.
+MARGIN = 6.0
+# Tower and aligner: one rounding of attention probabilities to bf16 costs 0.01. Another bicubic filter moves a
+# few bytes.
+VISION_RMS = 0.01
+PATCH_STEP, PATCH_SHARE = 1 / 64, 0.02
+# Decoding and prefilling the same tokens: equal on most machines, another summation order where a library chooses
+# its kernel by the number of rows. Logit error as in the recordings: median 0.02 there, single steps 0.06.
+DECODE_MEDIAN, DECODE_WORST = 0.02, 0.06
+DECODE_TOKENS, DECODE_SPLIT = 41, 24  # odd lengths, open groups and more than one selection
+
+Recording = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One statistic and the most it may be. NaN fails."""
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The comparison of one part: largest and root mean square error over its positions, and what was required."""
+
+    name: str
+    worst: float
+    rms: float
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def read_recording(path: str | Path) -> Recording:
+    """Read a recording.
+
+    Raises: VerificationError: unreadable, or not a recording.
+    """
+    try:
+        recording = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise VerificationError(f"{path}: expected a recording in safetensors format, got: {error}") from None
+    needed = {"input_ids", "tokens", "embedded", "prefill_stream", "decode_stream", "prefill_logits", "decode_logits"}
+    if missing := sorted(needed - recording.keys()):
+        raise VerificationError(f"{path}: not a recording, it lacks {', '.join(missing)}; name another file")
+    return recording
+
+
+@torch.inference_mode()
+def check_formats() -> list[Part]:
+    """Number formats: every FP4 value, known E4M3 and E8M0 bytes, and rows of all three kinds packed and unpacked."""
+    fp4_values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    block = torch.cat((fp4_values, -fp4_values)).bfloat16()  # code i at place i, scale one in both formats
+    packed = torch.arange(1, 16, 2, dtype=torch.uint8) * 16 + torch.arange(0, 16, 2, dtype=torch.uint8)
+    e4m3 = {0x00: 0.0, 0x01: 2.0**-9, 0x08: 2.0**-6, 0x38: 1.0, 0x3C: 1.5, 0x7E: 448.0, 0xFE: -448.0}
+    codes = torch.tensor([*e4m3, *[0] * (fp8.BLOCK - len(e4m3))], dtype=torch.uint8)
+    values = torch.tensor([*e4m3.values(), *[0.0] * (fp8.BLOCK - len(e4m3))]).bfloat16()
+    one_e8m0, one_e4m3 = torch.tensor([127], dtype=torch.uint8), torch.tensor([0x38], dtype=torch.uint8)
+    parts = [
+        _exact("formats: E4M3, E8M0", fp8.dequantize_e4m3_e8m0(codes, one_e8m0), values),
+        _exact("formats: E4M3 encoded", torch.cat(fp8.quantize_e4m3_e8m0(values)), torch.cat((codes, one_e8m0))),
+        _exact("formats: FP4, E4M3", fp4.dequantize_fp4_e4m3(packed, one_e4m3), block),
+        _exact("formats: FP4, E4M3 encoded", torch.cat(fp4.quantize_fp4_e4m3(block)), torch.cat((packed, one_e4m3))),
+        _exact("formats: FP4, E8M0", fp4.dequantize_fp4_e8m0(packed.repeat(2), one_e8m0), block.repeat(2)),
+    ]
+    x = torch.randn(33, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for layout in (window_row(128), compressed_row(128), index_row(128)):
+        once = layout.unpack(*layout.pack(x))
+        parts.append(_exact(f"formats: {layout.name} row", layout.unpack(*layout.pack(once)), once))
+    return parts
+
+
+def check_decode(model: Model) -> list[Part]:
+    """Random ids token by token against one prefill of all of them: the model against itself, without a recording."""
+    limit = min(model.config.vocab_size, model.config.image_token_id)  # ids below it are text in every vocabulary
+    n = min(DECODE_TOKENS, model.config.max_position_embeddings)
+    ids = torch.randint(limit, (n,), generator=torch.Generator().manual_seed(0)).to(model.device)
+    split = min(DECODE_SPLIT, n - 1)
+    once, _, _ = _run_chained(model, ids, ids[:0])
+    prompt, steps, _ = _run_chained(model, ids[:split], ids[split:])
+    error = _logit_error(torch.cat((prompt, steps)), once)
+    checks = (_check("median", error.median(), DECODE_MEDIAN), _check("worst", error.max(), DECODE_WORST))
+    return [_part("decode against prefill", error, *checks)]
+
+
+@torch.inference_mode()
+def check_recording(model: Model, recording: Recording) -> list[Part]:
+    """All parts of a recording, layer by layer and chained.
+
+    Raises: VerificationError: the recording is of a model with another structure.
+    """
+    num_layers, _, streams, width = recording["prefill_stream"].shape
+    c = model.config
+    if (num_layers, streams, width) != (c.num_hidden_layers, c.hc_mult, c.hidden_size):
+        raise VerificationError(
+            f"recording: expected {c.num_hidden_layers} layers of {c.hc_mult} x {c.hidden_size} like the model, got "
+            f"{num_layers} of {streams} x {width}; it belongs to another model"
+        )
+    recording = {name: value.to(model.device) for name, value in recording.items()}
+    return _check_embedded(model, recording) + _check_layers(model, recording) + _check_chained(model, recording)
+
+
+def _check_embedded(model: Model, recording: Recording) -> list[Part]:
+    ids, embedded = recording["input_ids"].long(), recording["embedded"]
+    types = recording.get("token_types")
+    if types is None:
+        return [_exact("embedded", model.embed[ids], embedded)]
+    is_text = types == TokenType.TEXT
+    assert model.config.vision is not None
+    image = prepare_image(Image.fromarray(recording["image_pixels"].cpu().numpy()), model.config.vision)
+    patches = recording["image_patches"].flatten(1)
+    moved = (image.patches.to(patches) - patches).float().abs()
+    rows = model.encode_images([replace(image, patches=patches)])
+    expected = embedded[~is_text]
+    total = (rows.float() - expected.float()).square().mean().div(expected.float().square().mean()).sqrt()
+    beyond = (moved > PATCH_STEP).float().mean()
+    return [
+        _exact("embedded text", model.embed[ids[is_text]], embedded[is_text]),
+        _part("image patches", moved, _check(f"share beyond {PATCH_STEP:.4f}", beyond, PATCH_SHARE)),
+        _part("image rows", _relative_error(rows, expected), _check("relative rms", total, VISION_RMS)),
+    ]
+
+
+def _image_part(recording: Recording) -> tuple[Tensor | None, Tensor | None]:
+    """Token types of the prompt and the recorded embeddings of its images; None for text."""
+    if "token_types" not in recording:
+        return None, None
+    types = recording["token_types"].long()
+    return types, recording["embedded"][types != TokenType.TEXT]
+
+
+class _FedBlock(Block):
+    """A block whose successor is given the recorded output instead of this one's own."""
+
+    def __init__(self, block: Block, stream: Tensor, pre_mix: Tensor) -> None:
+        self._block = block  # which has the weights: nothing is loaded here
+        self._recorded = (stream, pre_mix)
+
+    def __call__(
+        self,
+        h_TSD: Tensor,
+        pre_TS: Tensor,
+        attend: Callable[[Tensor], Tensor],
+        keep: Tensor | None,
+        image_T: Tensor | None,
+        trace: Trace | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        h_TSD, pre_TS = self._block(h_TSD, pre_TS, attend, keep, image_T, trace)
+        assert trace is not None
+        trace("own_stream", h_TSD)
+        trace("own_pre_mix", pre_TS)
+        return self._recorded
+
+
+def _run_fed(model: Model, recording: Recording) -> dict[str, Tensor]:
+    """Traced values of prompt and decoded positions, every layer fed from the recording."""
+    seen: defaultdict[str, list[Tensor]] = defaultdict(list)
+    ids, tokens = recording["input_ids"].long(), recording["tokens"].long()
+    num_steps = recording["decode_stream"].shape[0]
+    cache = model.new_cache(max_tokens=len(ids) + num_steps, max_step_tokens=max(len(ids), num_steps))
+    sequence = cache.open()
+
+    def step(
+        token_ids: Tensor, stream: Tensor, pre_mix: Tensor, types: Tensor | None, image_rows: Tensor | None
+    ) -> None:
+        fed = copy.copy(model)
+        fed.layers = [copy.copy(layer) for layer in model.layers]
+        for k, layer in enumerate(fed.layers):
+            layer.block = _FedBlock(layer.block, stream[k], pre_mix[k])
+        run = Run(
+            sequence=sequence,
+            token_ids=token_ids,
+            logits_from=0,
+            prompt_length=len(ids),
+            prefill="full",
+            token_types=types,
+            image_rows=image_rows,
+        )
+        fed.step([run], cache, lambda name, value: seen[name].append(value))
+
+    step(ids, recording["prefill_stream"], recording["prefill_pre_mix"], *_image_part(recording))
+    # All decoded positions in one run: what a position sees does not depend on how tokens are cut into runs.
+    stream, pre_mix = (recording[f"decode_{name}"].transpose(0, 1) for name in ("stream", "pre_mix"))
+    step(tokens[:num_steps], stream, pre_mix, None, None)
+    sequence.close()
+    return {name: torch.cat(values) for name, values in seen.items()}
+
+
+def _check_layers(model: Model, recording: Recording) -> list[Part]:
+    seen = _run_fed(model, recording)
+
+    def recorded(name: str, layer: int | None = None) -> Tensor:
+        prefill, decode = recording[f"prefill_{name}"], recording[f"decode_{name}"]
+        return torch.cat((prefill, decode) if layer is None else (prefill[layer], decode[:, layer]))
+
+    def near(name: str, found: Tensor, expected: Tensor, is_same: Tensor | None = None) -> Part:
+        error = _relative_error(found, expected)
+        binding = (
+            error if is_same is None else error.masked_fill(~is_same, 0.0)
+        )  # single positions; the mean includes swapped rows
+        worst = _check("worst" if is_same is None else "worst, same selection", binding.max(), LAYER_WORST)
+        return _part(name, error, _check("mean", error.mean(), LAYER_MEAN), worst)
+
+    selections = {
+        k: (seen[f"layer{k}.selected"], recorded(f"selected_layer{k}"))
+        for k in range(model.config.num_hidden_layers)
+        if f"prefill_selected_layer{k}" in recording
+    }
+    equal_sets = {k: _overlap(*both) == 1 for k, both in selections.items()}
+    parts, routes_equal, weights = [], [], []
+    for k in range(model.config.num_hidden_layers):
+        if f"prefill_after_engram_layer{k}" in recording:
+            after = recorded(f"after_engram_layer{k}")
+            parts.append(near(f"layer {k} n-gram module", seen[f"layer{k}.after_engram"], after))
+        source = model.plan.layers[k].index_source
+        is_same = None if source is None else equal_sets[source]
+        parts.append(near(f"layer {k} stream", seen[f"layer{k}.own_stream"], recorded("stream", k), is_same))
+        parts.append(near(f"layer {k} pre_mix", seen[f"layer{k}.own_pre_mix"], recorded("pre_mix", k), is_same))
+        same = (seen[f"layer{k}.experts"] == recorded("experts", k)).all(-1)
+        routes_equal.append(same)
+        given = recorded("expert_weights", k)
+        weights.append((torch.where(same[:, None], seen[f"layer{k}.expert_weights"], given), given))
+    routes_changed = 1 - torch.cat(routes_equal).float()
+    parts.append(_part("experts", routes_changed, _check("share changed", routes_changed.mean(), CHANGED_ROUTES)))
+    parts.append(near("expert_weights", torch.cat([w[0] for w in weights]), torch.cat([w[1] for w in weights])))
+    if selections:
+        swapped = 1 - torch.cat([_overlap(*both) for both in selections.values()])
+        limits = (_check("mean", swapped.mean(), SWAPPED_MEAN), _check("worst", swapped.max(), SWAPPED_WORST))
+        parts.append(_part("selected rows", swapped, *limits))
+    if "prefill_main_hidden" in recording:
+        parts.append(near("main_hidden", seen["main_hidden"], recorded("main_hidden")))
+    return parts
+
+
+def _overlap(found_TK: Tensor, expected_TK: Tensor) -> Tensor:
+    """Per line, the share of expected rows that were found; -1 is none, and two empty lines agree."""
+    is_row = expected_TK >= 0
+    is_found = (expected_TK[:, :, None] == found_TK[:, None, :]).any(-1) & is_row
+    wanted, got = is_row.sum(-1), (found_TK >= 0).sum(-1)
+    return torch.where((wanted + got) == 0, 1.0, is_found.sum(-1) / torch.maximum(wanted, got).clamp_min(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    logits: Tensor  # [steps, block, V]
+    confidence: Tensor  # [steps, block]
+
+
+@torch.inference_mode()
+def _run_chained(
+    model: Model,
+    ids: Tensor,
+    tokens: Tensor,
+    types: Tensor | None = None,
+    image_rows: Tensor | None = None,
+    drafts: Tensor | None = None,
+) -> tuple[Tensor, Tensor, _Drafts | None]:
+    """Logits of a whole prompt and of single steps on `tokens`, and drafts after every step, given those before."""
+    cache = model.new_cache(max_tokens=len(ids) + len(tokens), max_step_tokens=len(ids), poison=True)
+    sequence = cache.open()
+    run = Run(
+        sequence=sequence,
+        token_ids=ids,
+        logits_from=0,
+        prompt_length=len(ids),
+        prefill="full",
+        token_types=types,
+        image_rows=image_rows,
+    )
+    prefill = model.step([run], cache).logits[0]
+    steps, drafted = [], []
+    for t in range(len(tokens)):
+        run = Run(sequence=sequence, token_ids=tokens[t : t + 1], logits_from=sequence.length, prompt_length=len(ids))
+        steps.append(model.step([run], cache).logits[0])
+        if drafts is not None:
+            line = drafts[t]
+            drafted.append(model.draft(cache, [sequence], line[:1], lambda i, _, line=line: line[i + 1 : i + 2]))  # type: ignore[misc]
+    sequence.close()
+    decode = torch.cat(steps) if steps else prefill[:0]
+    if not drafted:
+        return prefill, decode, None
+    out = _Drafts(torch.cat([d.logits for d in drafted]), torch.cat([d.confidence for d in drafted]))
+    return prefill, decode, out
+
+
+def _check_chained(model: Model, recording: Recording) -> list[Part]:
+    ids, tokens = recording["input_ids"].long(), recording["tokens"].long()
+    types, image_rows = _image_part(recording)
+    drafts = recording["draft_tokens"].long() if "draft_tokens" in recording else None
+    expected = recording["decode_logits"]
+    prefill, decode, drafted = _run_chained(model, ids, tokens[: len(expected)], types, image_rows, drafts)
+    noise_prefill, noise_decode = recording["noise_prefill"], recording["noise_decode"]
+    noise = noise_decode.median()
+
+    def near(name: str, error: Tensor, noise: Tensor) -> Part:
+        return _part(
+            name,
+            error,
+            _check("median", error.median(), LOGIT_MEDIAN * float(noise)),
+            _check("95 %", error.quantile(0.95), LOGIT_P95 * float(noise)),
+        )
+
+    parts = [
+        near("prefill logits", _logit_error(prefill, recording["prefill_logits"]), noise_prefill.median()),
+        near("decode logits", _logit_error(decode, expected), noise),
+    ]
+    chosen = torch.cat((prefill[-1:], decode)).argmax(-1)
+    spread = torch.cat((recording["prefill_logits"][-1:], expected)).std(-1)
+    allowed = MARGIN * torch.cat((noise_prefill[-1:], noise_decode)) * spread
+    parts.append(_broken("greedy tokens", (chosen != tokens) & (recording["top1_margin"] > allowed)))
+    if drafts is not None and drafted is not None:
+        at = recording["draft_logits_steps"].long()
+        parts.append(near("draft logits", _logit_error(drafted.logits[at], recording["draft_logits"]).flatten(), noise))
+        confidence = recording["draft_confidence"]
+        parts.append(
+            near("draft confidence", ((drafted.confidence - confidence).abs() / confidence.std()).flatten(), noise)
+        )
+        best = drafted.logits.topk(2).values
+        is_clear = best[..., 0] - best[..., 1] > MARGIN * noise_decode[:, None] * drafted.logits.std(-1)
+        parts.append(_broken("draft tokens", (drafted.logits.argmax(-1) != drafts[:, 1:]) & is_clear))
+    for name in ("one_token", "two_tokens"):
+        if f"{name}/input_ids" in recording:
+            expected = torch.cat((recording[f"{name}/prefill_logits"], recording[f"{name}/decode_logits"]))
+            steps = recording[f"{name}/tokens"].long()[: len(recording[f"{name}/decode_logits"])]
+            found = torch.cat(_run_chained(model, recording[f"{name}/input_ids"].long(), steps)[:2])
+            parts.append(near(f"{name} logits", _logit_error(found, expected), noise))
+    return parts
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Per position: rms of the difference over rms of the expected values."""
+    found, expected = found.float().flatten(1), expected.float().flatten(1)
+    return ((found - expected).square().mean(1) / expected.square().mean(1)).sqrt()
+
+
+def _logit_error(found: Tensor, expected: Tensor) -> Tensor:
+    """Per position: rms of the difference over the standard deviation of the expected logits."""
+    return (found - expected).square().mean(-1).sqrt() / expected.std(-1)
+
+
+def _check(what: str, value: Tensor, limit: float) -> Check:
+    return Check(what=what, value=float(value), limit=limit)
+
+
+def _part(name: str, error: Tensor, *checks: Check) -> Part:
+    error = error.float()
+    return Part(name=name, worst=float(error.max()), rms=float(error.square().mean().sqrt()), checks=checks)
+
+
+def _exact(name: str, found: Tensor, expected: Tensor) -> Part:
+    error = (found.float() - expected.float()).abs()
+    return _part(name, error, _check("worst", error.max(), 0.0))
+
+
+def _broken(name: str, is_broken: Tensor) -> Part:
+    """Choices that differ in spite of a clear margin."""
+    return _part(name, is_broken, _check("broken", is_broken.sum(), 0.0))
