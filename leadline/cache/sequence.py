@@ -55,10 +55,21 @@ class Sequence:
         self.window_pages += window_pages
         self._rows.clear()
 
+    def trim(self) -> None:
+        """Give back the pages that no processed position needs: a step that was refused after `reserve` did not run."""
+        needed = -(-self.length // PAGE_TOKENS)
+        for page in self.pages[needed:]:
+            self._cache.pages.release(page)
+        for page in self.window_pages[needed:]:
+            self._cache.window_pages.release(page)
+        del self.pages[needed:], self.window_pages[needed:]
+        self._rows.clear()
+
     def advance(self, length: int) -> None:
         """Positions below `length` are processed now; window pages that nothing can reach any more are released."""
         self.length = length
-        oldest = max(0, length - (self._cache.window - 1) - MAX_ROLLBACK)
+        # The next token looks back window - 1 rows, a draft block the whole window.
+        oldest = max(0, length - self._cache.window - MAX_ROLLBACK)
         for i in range(self._first_live, oldest // PAGE_TOKENS):
             self._cache.window_pages.release(self.window_pages[i])
             self.window_pages[i] = -1

@@ -66,7 +66,8 @@ class AttentionWeights:
         """Attention output, turned back, through the output groups to bf16 [T, D] (architecture.md 4.10)."""
         groups = self.config.o_groups
         o_THC = apply_rope(o_THC, cos, sin, inverse=True)
-        z = grouped_linear(o_THC.reshape(o_THC.shape[0], groups, -1), self.wo_a)
+        width = self.config.num_attention_heads * self.config.head_dim // groups  # not -1: T may be 0
+        z = grouped_linear(o_THC.reshape(o_THC.shape[0], groups, width), self.wo_a)
         return linear(act_quant(z), self.wo_b)
 
 

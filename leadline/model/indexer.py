@@ -92,6 +92,9 @@ class Indexer:
         total = sum(num_visible)
         none_TK = selection_TK < 0
         offset, first = [], 0
+        if total == 0:  # nothing is visible yet; one row that nobody points at keeps the shapes of later steps
+            empty = torch.zeros(1, self.config.head_dim, dtype=torch.bfloat16, device=step.device)
+            return DenseRows(empty), selection_TK.long()
         if total <= DENSE_ROWS:
             tables = [run.sequence.pool_rows(ratio)[:n] for run, n in zip(step.runs, num_visible, strict=True)]
             for i, n in enumerate(num_visible):

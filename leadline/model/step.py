@@ -213,6 +213,16 @@ class StepBatch:
                 made[starts] = ActiveRows(self, starts)
             self.rows.append(made[starts])
         self._check_windows()
+        self._reserve()
+
+    def _reserve(self) -> None:
+        try:
+            for run, end in zip(self.runs, self.ends, strict=True):
+                run.sequence.reserve(end)
+        except BaseException:
+            for run in self.runs:
+                run.sequence.trim()
+            raise
 
     def _image_mask(self) -> Tensor | None:
         if all(run.token_types is None for run in self.runs):
@@ -349,4 +359,3 @@ def _check_run(run: Run, config: ModelConfig, cache: KVCache) -> None:
         raise PromptError(f"token_types: expected {list(ids.shape)} like token_ids, got {list(run.token_types.shape)}")
     if num_images != num_rows:
         raise PromptError(f"image_rows: {num_images} image tokens but {num_rows} embedding rows")
-    run.sequence.reserve(end)

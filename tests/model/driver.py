@@ -61,8 +61,7 @@ def with_image(name: str, tail: int = 20) -> Tokens:
     height, width = golden["image_grid"].tolist()
     with torch.inference_mode():
         aligned = model.vision.encode(golden["image_patches"].flatten(1), height, width)
-        marks = (model.image_marks[n] for n in ("image_start", "image_newline", "image_end"))
-        rows = span_rows(aligned, types, *marks)
+        rows = span_rows(aligned, types, *model.image_marks)
     ids = torch.cat((golden["input_ids"].long(), text(model, tail).ids))
     return Tokens(ids, torch.cat((types, torch.full((tail,), TEXT))), rows)
 
