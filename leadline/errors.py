@@ -2,13 +2,14 @@
 
     LeadlineError
     ├── ConfigError        a configuration file: unknown, missing or contradictory keys, an impossible layer plan
-    ├── CheckpointError    a checkpoint folder: missing shard, truncated file, wrong dtype or shape, missing or extra tensor
+    ├── CheckpointError    a checkpoint folder: missing shard, truncated file, wrong dtype, missing or extra tensor
     ├── RequestError       what one request asked for
     │   ├── PromptError    token ids, empty prompts, prompts beyond the context
     │   ├── ImageError     an image that cannot be read or does not fit
     │   └── SamplingError  sampling values out of range or contradictory
     ├── CapacityError      pages, slots or memory: says what was needed, what is free and which option helps
     ├── OperatorError      an operator's operands, or a named implementation that cannot run here
+    ├── NumericsError      a step produced NaN or infinite logits for a request
     └── VerificationError  a recorded run that this machine does not reproduce
 
 A message names the thing, what was expected, what came and what to do about it. Commands print it as one line and exit
@@ -50,6 +51,10 @@ class CapacityError(LeadlineError):
 
 class OperatorError(LeadlineError):
     """Operands do not meet an operator's contract, or a named implementation cannot run here."""
+
+
+class NumericsError(LeadlineError):
+    """A step produced NaN or infinite logits; the request it belongs to ends, others go on."""
 
 
 class VerificationError(LeadlineError):

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from leadline.checkpoint.random_model import default_model_folder
 from leadline.config.sampling import SamplingParams
 from leadline.engine.generate import Delta, FinishReason, Progress, Request, generate
-from leadline.engine.model_api import Prefill
 from leadline.engine.sampler import Logprob
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
 from leadline.errors import CheckpointError, LeadlineError, PromptError
+from leadline.model.step import Prefill
 from leadline.text.chat import ChatDelta, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import expand_images, load_image, prepare_image
 from leadline.text.tokenizer import Tokenizer

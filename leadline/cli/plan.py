@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from leadline.cache.pool import PAGE_TOKENS
+from leadline.cache.pages import PAGE_TOKENS
 from leadline.checkpoint.random_model import default_config
 from leadline.checkpoint.schema import TensorSpec, expected_tensors
 from leadline.config.layers import LayerPlan, LayerSpec, plan_layers

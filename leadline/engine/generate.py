@@ -15,13 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from leadline.cache.pool import PAGE_TOKENS
+from leadline.cache.pages import PAGE_TOKENS
 from leadline.config.sampling import SamplingParams
-from leadline.engine.model_api import Model, Prefill, Run
+from leadline.engine.model_api import Model
 from leadline.engine.sampler import Logprob, Sampler, logprobs_of
 from leadline.engine.speculate import Proposal, Speculation, accept, propose
 from leadline.engine.text_stream import TextStream
-from leadline.errors import CapacityError, LeadlineError, PromptError, RequestError, SamplingError
+from leadline.errors import CapacityError, LeadlineError, NumericsError, PromptError, RequestError, SamplingError
+from leadline.model.step import Prefill, Run
 from leadline.text.chat import hidden_ids
 from leadline.text.tokenizer import Tokenizer
 
@@ -225,7 +226,7 @@ def _step(
     batch: list[tuple[_Job, Run, Proposal]] = []
     budget = cache.max_step_tokens
     for job, proposal in zip(decoding, proposals, strict=True):
-        if isinstance(proposal, RequestError):
+        if isinstance(proposal, NumericsError):
             deltas.append(_failure(job, proposal))
             continue
         ids_T = torch.tensor([job.anchor, *proposal.token_ids], dtype=torch.int64)
@@ -245,7 +246,7 @@ def _step(
         first = run.logits_from + 1  # position of the first new token
         try:
             tokens = accept(job.sampler, logits_LV, proposal, first)
-        except RequestError as error:
+        except NumericsError as error:
             deltas.append(_failure(job, error))
             continue
         job.sequence.truncate(first + len(tokens) - 1)
@@ -255,7 +256,7 @@ def _step(
 
 def _propose(
     model: Model, cache: Any, decoding: list[_Job], speculation: Speculation, max_drafts: int
-) -> list[Proposal | RequestError]:
+) -> list[Proposal | NumericsError]:
     spare = (cache.max_step_tokens - len(decoding)) // max(1, len(decoding))
     # The last token of a sequence needs no processing, so one draft less than the tokens that are left.
     limits = [min(max_drafts, spare, job.max_tokens - job.num_generated - 1) for job in decoding]

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-Prefill = Literal["halo", "replay", "full"]
-
-
-@dataclass(slots=True)
-class Run:
-    sequence: Any
-    token_ids: Tensor
-    logits_from: int
-    prompt_length: int
-    prefill: Prefill = "halo"
-    image_rows: Tensor | None = None
-    token_types: Tensor | None = None
+from leadline.model.step import Run
 
 
 class StepOutput(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from leadline.config.sampling import SamplingParams
-from leadline.errors import RequestError
+from leadline.errors import NumericsError
 
 
 class Draw(IntEnum):
@@ -115,10 +115,10 @@ def pick(probs_V: Tensor, uniform: float) -> int:
 
 
 def check_finite(logits_V: Tensor, position: int) -> None:
-    """Raises RequestError if any logit is NaN or infinite: nothing can be sampled from a broken forward pass."""
+    """Raises NumericsError if any logit is NaN or infinite: nothing can be sampled from a broken forward pass."""
     if not bool(logits_V.isfinite().all()):
         broken = int((~logits_V.isfinite()).sum())
-        raise RequestError(
+        raise NumericsError(
             f"logits for position {position}: expected finite values, got NaN or infinity for {broken} of "
             f"{logits_V.numel()} tokens; check the weights with `leadline verify`"
         )

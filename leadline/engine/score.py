@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from leadline.engine.generate import Progress, check_prompt
-from leadline.engine.model_api import Model, Run
+from leadline.engine.model_api import Model
 from leadline.engine.sampler import Logprob, check_finite, logprobs_of
+from leadline.model.step import Run
 
 SCORED_ROWS = 256  # per step: logits of the released vocabulary take half a MB a row
 
@@ -24,7 +25,7 @@ def score(
     """For every prompt token: its entry and the `top` most likely ones, given the tokens before it; None for the first.
 
     Every layer runs on every token (`prefill="full"`), one prompt after the other.
-    Raises: PromptError before any work; CapacityError if the cache is full; RequestError at logits that are not finite.
+    Raises: PromptError before any work; CapacityError if the cache is full; NumericsError at NaN or infinite logits.
     """
     context = min(model.config.max_position_embeddings, max_length or model.config.max_position_embeddings)
     checked = [check_prompt(prompt, model.config.vocab_size, context) for prompt in prompts]

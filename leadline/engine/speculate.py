@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leadline.engine.model_api import Model
 from leadline.engine.sampler import Draw, Sampler, pick
-from leadline.errors import RequestError
+from leadline.errors import NumericsError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +57,14 @@ def propose(
     anchors: Sequence[int],
     limits: Sequence[int],
     min_confidence: float = 0.0,
-) -> list[Proposal | RequestError]:
+) -> list[Proposal | NumericsError]:
     """Drafts for sequences whose next token (the anchor, at position `sequence.length`) is sampled but not processed.
 
     limits: most drafts wanted of each sequence, at most the model's block; 0 is allowed.
     Returns: per sequence its proposal, or the error that its broken logits raise.
     """
     proposals = [Proposal([], []) for _ in sequences]
-    errors: dict[int, RequestError] = {}
+    errors: dict[int, NumericsError] = {}
 
     def choose(i: int, logits_BV: Tensor) -> Tensor:
         chosen = []
@@ -79,7 +79,7 @@ def propose(
                         proposal.probs.append(sampler.probs(logits_BV[b], position))
                         token_id = pick(proposal.probs[-1], sampler.uniform(Draw.DRAFT, position))
                     proposal.token_ids.append(token_id)
-                except RequestError as error:
+                except NumericsError as error:
                     errors[b] = error
             chosen.append(token_id)
         return torch.tensor(chosen, dtype=torch.int64, device=logits_BV.device)
@@ -99,7 +99,7 @@ def accept(sampler: Sampler, logits_LV: Tensor, proposal: Proposal, position: in
 
     logits_LV: [drafts + 1, V] f32, the model's logits for `position`, `position + 1`, ... given anchor and drafts.
     Returns: 1 to drafts + 1 ids. With no drafts this is ordinary sampling.
-    Raises: RequestError if logits that matter are not finite; rows after a rejection do not matter.
+    Raises: NumericsError if logits that matter are not finite; rows after a rejection do not matter.
     """
     tokens: list[int] = []
     for i, draft in enumerate(proposal.token_ids):

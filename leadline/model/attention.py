@@ -123,8 +123,8 @@ class Attention:
         q = w.queries(qr, cos, sin)
         pool_row_U, window_idx_TW = queried.windows(step.floors(layer))
         window = DenseRows(cache.windows[layer].rows.gather(pool_row_U))
-        selected = (None, None) if shared is None else (shared.rows, shared.selected_idx_TK)
-        o = sparse_attention(q, window, window_idx_TW, *selected, w.attn_sink, self.scale)
+        rows, idx_TK = (None, None) if shared is None else (shared.rows, shared.selected_idx_TK)
+        o = sparse_attention(q, window, window_idx_TW, rows, idx_TK, w.attn_sink, self.scale)
         return w.output(o, cos, sin), shared
 
 

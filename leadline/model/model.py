@@ -88,7 +88,7 @@ class Model:
         self.vision: VisionTower | None = None
         if config.vision is not None:
             self.vision = VisionTower(config, weights)
-            self.image_marks = {n: weights.tensor(n) for n in ("image_start", "image_newline", "image_end")}
+            self.image_marks = [weights.tensor(name) for name in ("image_start", "image_newline", "image_end")]
         weights.finish()
         window = rope.frequencies(config.qk_rope_head_dim, config.rope_theta, None)
         compressed = rope.frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
@@ -142,11 +142,9 @@ class Model:
             raise RequestError("images: this model has no vision tower; send text only")
         parts = []
         for image in images:
-            aligned = self.vision.encode(image.patches, image.grid_h, image.grid_w)
-            marks = self.image_marks
-            parts.append(
-                span_rows(aligned, image.token_types, marks["image_start"], marks["image_newline"], marks["image_end"])
-            )
+            plan = image.plan
+            aligned = self.vision.encode(image.patches, plan.patch_rows, plan.patch_columns)
+            parts.append(span_rows(aligned, plan.token_types(), *self.image_marks))
         return torch.cat(parts)
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ from leadline.config.model import ModelConfig
 from leadline.errors import PromptError, RequestError
 from leadline.ops import rope
 
-PREFILL_MODES = ("halo", "replay", "full")
+Prefill = Literal["halo", "replay", "full"]
+PREFILL_MODES: tuple[str, ...] = get_args(Prefill)
 TEXT = -1  # token type of everything outside image spans
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Run:
     """Consecutive tokens of one sequence, from its present length on.
 
@@ -44,7 +46,7 @@ class Run:
     token_ids: Tensor
     logits_from: int
     prompt_length: int
-    prefill: str = "halo"
+    prefill: Prefill = "halo"
     image_rows: Tensor | None = None
     token_types: Tensor | None = None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from leadline.config.model import ModelConfig, VisionConfig
 from leadline.config.token_types import TokenType

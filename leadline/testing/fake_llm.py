@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from leadline.engine.model_api import Run
 from leadline.llm import LLM
+from leadline.model.step import Run
 from leadline.testing.fake_model import FakeCache, FakeModel, FakeStepOutput
 from leadline.testing.fake_text import byte_tokenizer
 

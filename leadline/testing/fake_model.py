@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from leadline.cache.pages import PageAllocator
-from leadline.cache.pool import MAX_ROLLBACK, PAGE_TOKENS
-from leadline.engine.model_api import Run
+from leadline.cache.pages import MAX_ROLLBACK, PAGE_TOKENS, PageAllocator
 from leadline.errors import CapacityError
+from leadline.model.step import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,8 @@ class FakeModel:
         assert 0 < total <= cache.max_step_tokens, f"{total} tokens in a step of at most {cache.max_step_tokens}"
         logits = []
         for run in runs:
-            sequence, ids = run.sequence, run.token_ids.tolist()
+            sequence: Any = run.sequence
+            ids = run.token_ids.tolist()
             assert sequence.is_open
             assert ids
             assert all(0 <= token_id < self.config.vocab_size for token_id in ids)

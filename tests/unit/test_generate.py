@@ -10,7 +10,7 @@ from leadline.config.sampling import SamplingParams
 from leadline.engine.generate import Request, generate
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CapacityError, PromptError, RequestError, SamplingError
+from leadline.errors import CapacityError, NumericsError, PromptError, RequestError, SamplingError
 from leadline.testing.fake_model import FakeConfig, FakeModel
 from leadline.testing.fake_text import byte_tokenizer
 
@@ -225,7 +225,7 @@ def test_broken_logits_end_only_their_request(speculation):
     out = run(model, requests, speculation=speculation)
     assert out.tokens[1, 0] == [5, 6, 7][: len(out.tokens[1, 0])]
     assert out.final[1, 0].finish_reason == "error"
-    assert isinstance(out.final[1, 0].error, RequestError)
+    assert isinstance(out.final[1, 0].error, NumericsError)
     for index, last in ((0, 9), (2, 10)):
         assert out.final[index, 0].finish_reason == "length"
         assert out.tokens[index, 0] == greedy_chain(model, last, 12)
@@ -320,7 +320,7 @@ def test_score():
     assert_released(cache)
     with pytest.raises(PromptError):
         score(model, cache, [[]])
-    with pytest.raises(RequestError, match="position"):
+    with pytest.raises(NumericsError, match="position"):
         score(FakeModel(nan_after=prompt[20]), cache, [prompt])
     assert_released(cache)
     assert math.isfinite(whole[1][0].logprob)

@@ -7,7 +7,7 @@ import torch
 
 from leadline.config.sampling import SamplingParams
 from leadline.engine.sampler import Draw, Logprob, Sampler, logprobs_of, pick
-from leadline.errors import RequestError
+from leadline.errors import NumericsError
 from leadline.testing.statistics import chi_square_p_value
 
 pytestmark = pytest.mark.unit
@@ -100,7 +100,7 @@ def test_logits_are_not_changed():
 def test_broken_logits(bad, temperature):
     logits_V = torch.zeros(9)
     logits_V[4] = bad
-    with pytest.raises(RequestError, match=r"position 12.* 1 of 9"):
+    with pytest.raises(NumericsError, match=r"position 12.* 1 of 9"):
         sampler(temperature=temperature).token(logits_V, 12)
 
 

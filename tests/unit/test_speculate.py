@@ -7,10 +7,10 @@ import torch
 
 from leadline.config.sampling import SamplingParams
 from leadline.engine.generate import Request, generate
-from leadline.engine.model_api import Run
 from leadline.engine.sampler import Sampler
 from leadline.engine.speculate import Proposal, Speculation, accept, propose
-from leadline.errors import RequestError
+from leadline.errors import NumericsError, RequestError
+from leadline.model.step import Run
 from leadline.testing.fake_model import FakeConfig, FakeModel
 from leadline.testing.statistics import chi_square_p_value
 
@@ -141,7 +141,7 @@ def test_rows_after_a_rejection_do_not_matter():
     logits_LV[1:] = float("nan")
     greedy = Sampler(SamplingParams(temperature=0), 0)
     assert accept(greedy, logits_LV, Proposal([1, 1], []), 0) == [2]
-    with pytest.raises(RequestError, match="position 1"):
+    with pytest.raises(NumericsError, match="position 1"):
         accept(greedy, logits_LV, Proposal([2, 1], []), 0)
 
 
