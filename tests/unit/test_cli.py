@@ -272,3 +272,8 @@ def test_ctrl_c_ends_generate_with_130_and_no_traceback(terminal):
         except OSError:
             break
     assert "Traceback" not in generate.output
+
+
+def test_version_needs_no_command(run):
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{leadline.__version__}\n")
