@@ -39,8 +39,9 @@ LAYER_MEAN, LAYER_WORST = 0.002, 0.02
 # Share of positions whose experts may differ under the same inputs: near ties.
 CHANGED_ROUTES = 0.01
 # Index scores stay fp32 here and are rounded to bf16 in the reference, so entries close to the cut may swap: a few
-# positions in a hundred exchange one row, of scores less than one per cent apart. The limit for one set is the one stated for other rounding
-# points; on average far less may be exchanged. A layer's limit on single positions holds where the selection is equal.
+# positions in a hundred exchange one row, of scores less than one per cent apart. The limit for one set is the one
+# stated for other rounding points; on average far less may be exchanged. A layer's limit on single positions holds
+# where the selection is equal.
 SWAPPED_MEAN, SWAPPED_WORST = 0.01, 0.15
 # Logits of the chained run against the noise of the recording: a correct run is about as far away as the reference
 # is from itself under other rounding; mistakes are mostly several times as far.
