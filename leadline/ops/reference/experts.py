@@ -1,4 +1,4 @@
-"""Routed and shared experts in torch."""
+"""Experts in torch."""
 
 from collections.abc import Sequence
 
@@ -24,18 +24,19 @@ def moe(
     # The T*K pairs (token, expert), sorted by expert: each expert sees its rows as one block, and everything between
     # the products runs once over all of them.
     if T == 1:
-        expert_N, order_N = expert_TK[0].sort()
-        blocks = [(e, i, i + 1) for i, e in enumerate(expert_N.tolist())]
-        hidden = [linear(xq_TD, w13[e].dense_NK()) for e, _, _ in blocks]
+        chosen = sorted(zip(expert_TK[0].tolist(), weight_TK[0].tolist(), strict=True))
+        blocks = [(e, i, i + 1) for i, (e, _) in enumerate(chosen)]
+        weight_N1 = torch.tensor([[weight] for _, weight in chosen], device=xq_TD.device)
+        hidden = [linear(xq_TD, w13[e].operand()) for e, _, _ in blocks]
     else:
         order_N = expert_TK.reshape(-1).argsort(stable=True)
+        weight_N1 = weight_TK.reshape(-1).index_select(0, order_N).unsqueeze(-1)
         blocks = _blocks(expert_TK, len(w13))
         x_ND = xq_TD.index_select(0, order_N // K)
-        hidden = [linear(x_ND[start:end], w13[e].dense_NK()) for e, start, end in blocks]
-    weight_N1 = weight_TK.reshape(-1).index_select(0, order_N).unsqueeze(-1)
+        hidden = [linear(x_ND[start:end], w13[e].operand()) for e, start, end in blocks]
     v_NF = _swiglu(torch.cat(hidden), swiglu_limit).mul_(weight_N1)
     vq_NF = restore_activation(v_NF.bfloat16())
-    y_ND = torch.cat([linear(vq_NF[start:end], w2[e].dense_NK()) for e, start, end in blocks])
+    y_ND = torch.cat([linear(vq_NF[start:end], w2[e].operand()) for e, start, end in blocks])
     if T > 1:
         place_N = torch.empty_like(order_N)
         place_N[order_N] = torch.arange(T * K, device=order_N.device)
@@ -46,13 +47,6 @@ def moe(
     for k in range(1, K):
         out_TD += y_TKD[:, k]
     return out_TD
-
-
-def shared_expert(xq_TD: Tensor, w1: Weight, w3: Weight | None, w2: Weight, swiglu_limit: float) -> Tensor:
-    hidden = linear(xq_TD, w1.dense_NK())
-    if w3 is not None:
-        hidden = torch.cat((hidden, linear(xq_TD, w3.dense_NK())), dim=-1)
-    return linear(restore_activation(_swiglu(hidden, swiglu_limit).bfloat16()), w2.dense_NK())
 
 
 def _blocks(expert_TK: Tensor, num_experts: int) -> list[tuple[int, int, int]]:
