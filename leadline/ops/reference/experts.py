@@ -8,6 +8,7 @@ from torch import Tensor
 from leadline.formats.fp8 import restore_activation
 from leadline.ops.linear import Weight
 from leadline.ops.reference.linear import linear
+from leadline.ops.reference.scalar import scalar
 
 
 def moe(
@@ -60,4 +61,4 @@ def _swiglu(hidden_NF2: Tensor, limit: float) -> Tensor:
     g_NF, u_NF = hidden_NF2.float().chunk(2, dim=-1)
     g_NF = g_NF.clamp_max(limit)
     # g / (1 + exp(-g)) rather than torch's silu: that one treats the last elements of a call differently.
-    return g_NF.div(g_NF.neg().exp_().add_(1)).mul_(u_NF.clamp(-limit, limit))
+    return g_NF.div(g_NF.neg().exp_().add_(scalar(1.0))).mul_(u_NF.clamp(-limit, limit))

@@ -53,7 +53,8 @@ def packed(w_NK: Tensor) -> Tensor:
 
 @cache
 def _can_pack() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def _in_tiles(product: Product, x_TK: Tensor, w_NK: Tensor) -> Tensor:
     missing = -T % _TILE_ROWS if T else _TILE_ROWS
     if missing:
         x_TK = pad(x_TK, (0, 0, 0, missing))
-    parts = [product(tile, w_NK) for tile in x_TK.split(_TILE_ROWS)]
+    parts = [product(x_TK[first : first + _TILE_ROWS], w_NK) for first in range(0, T + missing, _TILE_ROWS)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[:T]
 
 
