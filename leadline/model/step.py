@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from leadline.cache.pool import RECENT_ROWS, STATE_ROWS, KVCache
 from leadline.cache.sequence import Sequence
@@ -83,7 +84,7 @@ class ActiveRows:
         for start, end in zip(starts, step.ends, strict=True):
             self.offsets.append(self.offsets[-1] + end - start)
         self.stored_rows: Tensor | None = None  # window pool rows of these positions, made when first stored
-        self._windows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._windows: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {}
         self._visible: dict[int, Tensor] = {}
 
     @property
@@ -116,13 +117,14 @@ class ActiveRows:
             visible = self._visible[ratio] = (self.position_T + 1) // ratio
         return visible
 
-    def windows(self, floors: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def windows(self, floors: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         """Window rows that these rows see as queries.
 
         Row at position p of run i sees positions max(floors[i], p - W + 1)..p.
 
         Returns:
-            pool_row_U: int64, pool rows of all positions seen by any of the rows.
+            pool_row_U: int64, pool rows of all positions seen by any of the rows; None for a single row, whose
+                indices name pool rows directly.
             window_idx_TW: int64, indices into `pool_row_U`, -1 = nothing.
         """
         made = self._windows.get(floors)
@@ -130,8 +132,15 @@ class ActiveRows:
             made = self._windows[floors] = self._make_windows(floors)
         return made
 
-    def _make_windows(self, floors: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _make_windows(self, floors: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         width = self._step.window
+        if self.num_rows == 1:
+            i = self.offsets.index(1) - 1
+            end = self.ends[i]
+            first = max(end - width, 0)
+            base = max(first, floors[i])
+            seen_U = self._step.runs[i].sequence.window_rows(base, end)
+            return None, pad(seen_U, (base - first, width - (end - first)), value=-1).unsqueeze(0)
         pool_rows, idx = [], []
         num_seen = 0
         column_W = torch.arange(width, device=self._step.device)
@@ -198,7 +207,7 @@ class StepBatch:
         self.window = config.sliding_window
         self.device = cache.device
         for run in runs:
-            _check_run(run, config, cache)
+            _check_run(run, config)
         self.starts = tuple(run.sequence.length for run in runs)
         self.ends = tuple(s + run.token_ids.shape[0] for s, run in zip(self.starts, runs, strict=True))
         ids = [run.token_ids for run in runs]
@@ -335,7 +344,7 @@ def layer_starts(run: Run, num_layers: int, split_layer: int, window: int) -> li
     return starts
 
 
-def _check_run(run: Run, config: ModelConfig, cache: KVCache) -> None:
+def _check_run(run: Run, config: ModelConfig) -> None:
     ids = run.token_ids
     if ids.dtype != torch.int64 or ids.ndim != 1 or ids.shape[0] == 0:
         raise PromptError(f"token_ids: expected int64 [n] with n >= 1, got {ids.dtype} {list(ids.shape)}")
