@@ -82,6 +82,15 @@ class Sequence:
         self.fixed_length = max(self.fixed_length, border)
         return self.pages[index]
 
+    def adopt_page(self, index: int, page: int) -> None:
+        """Read the tokens of a full page from another one with the same rows, and give the own page back."""
+        assert (index + 1) * PAGE_TOKENS <= self.length, f"page {index} of {self.length} tokens is not full"
+        self._cache.pages.share(page)
+        self._cache.pages.release(self.pages[index])
+        self.pages[index] = page
+        self.fixed_length = max(self.fixed_length, (index + 1) * PAGE_TOKENS)
+        self._rows.clear()
+
     def reserve(self, length: int) -> None:
         """Make room for positions below `length`. All or nothing.
 
