@@ -31,6 +31,10 @@ class PageBytes:
             torch.cuda.current_stream(self._device).synchronize()
         return data
 
+    def to_host(self, data: Tensor) -> Tensor:
+        """The same bytes, in memory of the kind that `read` returns."""
+        return data.pin_memory() if self._is_cuda else data.clone()
+
     def write(self, page: int, data: Tensor) -> None:
         """Fill the page with bytes that `read` returned."""
         if data.dtype != torch.uint8 or data.shape != (self.num_bytes,):

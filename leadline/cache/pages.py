@@ -71,7 +71,8 @@ class PageAllocator:
 
     def keep(self, page: int) -> None:
         """One of the page's references, the caller's, is the prefix cache's from now on."""
-        assert self._ref_count[page] > 0 and not self._is_kept[page], f"{self._what}: page {page} is free or kept twice"
+        assert self._ref_count[page] > 0, f"{self._what}: page {page} is free"
+        assert not self._is_kept[page], f"{self._what}: page {page} is kept twice"
         self._is_kept[page] = True
         self._num_idle += self._ref_count[page] == 1
 

@@ -106,7 +106,7 @@ class KVCache:
         self.max_sequences = max_sequences
         self.max_step_tokens = max_step_tokens
         num_pages = -(-max_tokens // PAGE_TOKENS)
-        live_pages = -(-(self.window + MAX_ROLLBACK) // PAGE_TOKENS) + 1
+        live_pages = -(-(max(self.window, PAGE_TOKENS) + MAX_ROLLBACK) // PAGE_TOKENS) + 1
         num_window_pages = max_sequences * (live_pages + 1) + -(-max_step_tokens // PAGE_TOKENS) + max_snapshots
         self.pages = PageAllocator(num_pages, "KV pages", "max_tokens")
         self.window_pages = PageAllocator(num_window_pages, "window pages", "max_sequences or lower max_step_tokens")
@@ -128,8 +128,11 @@ class KVCache:
         self.recent_ids = torch.full((max_sequences, RECENT_ROWS), -1, dtype=torch.int64, device=device)
 
     def page_planes(self) -> list[Plane]:
-        """Every tensor that holds the bytes of global pages. Together with `window_planes` all that a page border needs:
-        it closes every group, and what n-grams look back at follows from the token ids."""
+        """Every tensor that holds the bytes of global pages.
+
+        With `window_planes` all that has to be moved to go on elsewhere after a page border, which closes every group:
+        the ids that n-grams look back at are known to whoever resumes.
+        """
         planes = []
         for source, ratio in self.ratios.items():
             for name, pools in (("compressed", self.compressed), ("keys", self.keys)):

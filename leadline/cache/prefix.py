@@ -14,8 +14,8 @@ Order of eviction
                serves a prompt that leaves the branch just there. Links go first, then the others, each least recently
                used first. So a session of a million tokens pushes out its own links before another session's tip.
 
-With a host tier what is evicted moves to host memory first, in the same order and with a budget in bytes. A node in host
-memory has no node on the device below it, so that a path is always the device's first and the host's afterwards.
+With a host tier what is evicted moves to host memory first, in the same order and with a budget in bytes. A node in
+host memory has no node on the device below it: a path is on the device first and in host memory from some node on.
 
 Sequences that computed the same page at the same time end up sharing the first one: `insert` makes them. Therefore the
 pages of a sequence that are in the tree at all are on one path from the root, and every page that only the tree holds
@@ -27,13 +27,15 @@ Plain Python except where bytes move. Not thread-safe: belongs to the engine's t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from leadline.cache import disk
 from leadline.cache.host import PageBytes
 from leadline.cache.lru import EvictionQueue, Key
 from leadline.cache.pages import PAGE_TOKENS
@@ -148,6 +150,7 @@ class PrefixCache:
         self.page_bytes = PageBytes(cache.page_planes(), cache.device)
         self.window_bytes = PageBytes(cache.window_planes(), cache.device)
         self._cache = cache
+        self.num_layers = cache.config.num_hidden_layers
         self._split_layer = plan_layers(cache.config).split_layer
         self._clock = 0
         self._lookups = 0
@@ -167,6 +170,11 @@ class PrefixCache:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
+    def last_border(self, prompt_length: int) -> int:
+        """The deepest border that a prompt of this length can resume at: keep a snapshot there for its next time."""
+        last = self._cache.window if self.mode == "replay" else 1
+        return max(0, prompt_length - last) // PAGE_TOKENS * PAGE_TOKENS
+
     def lookup(self, ids: Ids[int], *, limit: int, keep_from: int | None = None) -> Hit:
         """What the cache has of a prompt. Changes nothing, so it may be asked again and again.
 
@@ -176,7 +184,7 @@ class PrefixCache:
             keep_from: as the prompt's runs will have it. All of them must have prompt_length = len(ids) and
                 logits_from = len(ids) - 1: a snapshot that lacks rows is offered only if such runs do not look at them.
         """
-        limit = min(limit, len(ids) - 1)
+        limit = min(limit, self.last_border(len(ids)))
         node = self.root
         while node.depth + PAGE_TOKENS <= limit:
             child = node.children.get(page_key(ids, node.depth))
@@ -189,20 +197,20 @@ class PrefixCache:
             len(ids),
             len(ids) - 1,
             keep_from,
-            num_layers=self._cache.config.num_hidden_layers,
+            num_layers=self.num_layers,
             split_layer=self._split_layer,
             window=self._cache.window,
         )
         while node.parent is not None:
-            if node.snapshot is not None and self._serves(node.snapshot, len(ids), starts):
+            if node.snapshot is not None and self._serves(node.snapshot, starts):
                 break
             node = node.parent
         return Hit(ids=ids, limit=limit, keep_from=keep_from, length=node.depth, branch=branch, snapshot=node.snapshot)
 
-    def _serves(self, snapshot: Snapshot, prompt_length: int, starts: list[int]) -> bool:
-        border, window = snapshot.node.depth, self._cache.window
+    def _serves(self, snapshot: Snapshot, starts: list[int]) -> bool:
         if self.mode == "replay":
-            return border <= prompt_length - window  # the layers below always have all rows
+            return True  # upper layers start anew after the border, the others have all rows
+        border, window = snapshot.node.depth, self._cache.window
         for layer, stored_from in enumerate(snapshot.window_from):
             first_seen = max(0, max(starts[layer + 1], border) - window + 1)
             if first_seen < min(border, stored_from):
@@ -281,9 +289,9 @@ class PrefixCache:
     def snapshot(self, sequence: Sequence, ids: Ids[int], length: int) -> None:
         """Keep the sequence's window before the border `length`, so that prompts can resume there.
 
-        length: a multiple of 128, above 0 and at most `sequence.length`, and so near to it that the window is still
-        there: otherwise nothing is kept. A snapshot that lacks fewer rows replaces one that lacks more. `ids` as for
-        `insert`, which this includes.
+        length: a multiple of 128, above 0 and at most `sequence.length`. The last border's window is always there; if
+            an earlier one's is released, nothing is kept. A snapshot that lacks fewer rows replaces one that lacks more.
+        ids: as for `insert`, which this includes.
         """
         node = self._attach(sequence, ids, length)
         kept = sequence.snapshot_window(length)
@@ -337,7 +345,7 @@ class PrefixCache:
         return self._cache.window_pages.num_free + self._cache.window_pages.num_idle
 
     def make_room(self, pages: int, windows: int) -> bool:
-        """Evict until so many global pages and window pages are free. False, with nothing evicted, if they cannot be."""
+        """Evict until so many global pages and window pages are free. False, nothing evicted, if they cannot be."""
         if self.available_pages < pages or self.available_windows < windows:
             return False
         if self._cache.pages.num_free < pages:
@@ -371,6 +379,66 @@ class PrefixCache:
             lookups=self._lookups,
             hit_tokens=self._hit_tokens,
         )
+
+    # Disk -------------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, fingerprint: str) -> None:
+        """Write the tree to a file, which takes its place when it is complete.
+
+        fingerprint: names model and weights; only a cache of the same one and of the same mode can load the file.
+        """
+        disk.save(self, Path(path), fingerprint)
+
+    def load(self, path: str | Path, fingerprint: str) -> None:
+        """Add what a file holds to the tree, as far as there is free room on the device, then in the host tier.
+
+        Raises:
+            CheckpointError: not a file of `save`, damaged, or saved with another version, model or mode. The tree is
+                unchanged then.
+        """
+        disk.load(self, Path(path), fingerprint)
+
+    def restore_node(self, parent: Node, key: bytes, stamp: int, read: Callable[[], Tensor]) -> Node | None:
+        """For `load`: the child of `parent` with these ids, its bytes read if it is new. None: there is no room."""
+        node = parent.children.get(key)
+        if node is not None:
+            return node
+        on_device = parent is self.root or parent.page != NOWHERE
+        if on_device and self._cache.pages.num_free:
+            node = self._add(parent, key)
+            (page,) = self._cache.pages.allocate(1)
+            self.page_bytes.write(page, read())
+            self._place(node, page)
+        elif self.host_used + self.page_bytes.num_bytes <= self.host_bytes:
+            node = self._add(parent, key)
+            node.data = self.page_bytes.to_host(read())
+            self.host_used += self.page_bytes.num_bytes
+            self._refresh(parent)
+        else:
+            return None
+        self._clock = max(self._clock, stamp)
+        node.stamp = stamp
+        self._refresh(node)
+        return node
+
+    def restore_snapshot(
+        self, node: Node, window_from: tuple[int, ...], stamp: int, read: Callable[[], Tensor]
+    ) -> None:
+        """For `load`: give the node this snapshot, if it has none and there is room."""
+        if node.snapshot is not None:
+            return
+        snapshot = Snapshot(node, window_from, stamp=stamp)
+        if len(self._snapshots) < self.max_snapshots and self._cache.window_pages.num_free:
+            (snapshot.page,) = self._cache.window_pages.allocate(1)
+            self._cache.window_pages.keep(snapshot.page)
+            self.window_bytes.write(snapshot.page, read())
+        elif self.host_used + self.window_bytes.num_bytes <= self.host_bytes:
+            snapshot.data = self.window_bytes.to_host(read())
+            self.host_used += self.window_bytes.num_bytes
+        else:
+            return
+        self._clock = max(self._clock, stamp)
+        self._link(snapshot)
 
     # Nodes ------------------------------------------------------------------------------------------------------------
 
@@ -469,29 +537,26 @@ class PrefixCache:
         up = node.parent
         while up is not None and up.snapshot is None:
             up = up.parent
-        above = None if up is None else up.snapshot
-        # Only a node with something below it can come between two snapshots.
-        candidates = self._nearest_below(node) if node.children else []
-        for other in candidates:
-            if other.above is not None:
-                other.above.below.discard(other)
+        above = snapshot.above = None if up is None else up.snapshot
+        snapshot.below = self._nearest_below(node)
+        for other in snapshot.below:
             other.above = snapshot
-            snapshot.below.add(other)
         if above is not None:
+            above.below -= snapshot.below
             above.below.add(snapshot)
-            snapshot.above = above
             self._refresh_snapshot(above)
         node.snapshot = snapshot
         self.num_snapshots += 1
         self._refresh(node)
         self._refresh_snapshot(snapshot)
 
-    def _nearest_below(self, node: Node) -> list[Snapshot]:
-        found, stack = [], list(node.children.values())
+    def _nearest_below(self, node: Node) -> set[Snapshot]:
+        found: set[Snapshot] = set()
+        stack = list(node.children.values())
         while stack:
             child = stack.pop()
             if child.snapshot is not None:
-                found.append(child.snapshot)
+                found.add(child.snapshot)
             else:
                 stack += child.children.values()
         return found
