@@ -290,7 +290,7 @@ class PrefixCache:
         """Keep the sequence's window before the border `length`, so that prompts can resume there.
 
         length: a multiple of 128, above 0 and at most `sequence.length`. The last border's window is always there; if
-            an earlier one's is released, nothing is kept. A snapshot that lacks fewer rows replaces one that lacks more.
+            an earlier one's is released, nothing is kept. A more complete snapshot replaces a less complete one.
         ids: as for `insert`, which this includes.
         """
         node = self._attach(sequence, ids, length)

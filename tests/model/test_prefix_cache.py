@@ -289,4 +289,4 @@ def test_prompt_borders_of_another_length_are_refused_by_nothing(step: int) -> N
     for length in (520, *range(385, 460, 8 * step), *range(513, 530, 2 * step)):
         for keep_window in (False, True):
             engine.run(long.part(0, length), keep_window=keep_window)
-    assert engine.hits.count(0) == 1
+    assert engine.hits.count(0) == 2  # the very first, and the first of 385 tokens: no snapshot at 384 yet

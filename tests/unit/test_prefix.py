@@ -1,4 +1,4 @@
-"""The prefix cache without a model: rows hold tags made of the tokens before them, so that every byte can be checked."""
+"""The prefix cache without a model: rows hold tags made of the tokens before them, so every byte can be checked."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
 from leadline.cache.host import PageBytes
 from leadline.cache.lru import EvictionQueue
-from leadline.cache.pages import PAGE_TOKENS, PageAllocator
+from leadline.cache.pages import MAX_ROLLBACK, PAGE_TOKENS, PageAllocator
 from leadline.cache.pool import KVCache, Plane, RowPool
 from leadline.cache.prefix import NOWHERE, Node, PrefixCache, Snapshot
 from leadline.cache.sequence import Sequence
@@ -47,43 +48,49 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(-50, 1000), k=length)
 
 
-def tags(ids: list[int], end: int) -> list[int]:
-    """One byte per position, which depends on all tokens up to it and on the position."""
+def tags(ids: list[int], end: int) -> Tensor:
+    """One byte per position, which depends on all tokens up to it and on the position, int64 [end]."""
     made, value = [], 0
     for position, token in enumerate(ids[:end]):
-        value = zlib.crc32(f"{position}:{token}".encode(), value)
+        value = zlib.crc32(b"%d:%d" % (position, token), value)
         made.append(value & 0xFF)
-    return made
+    return torch.tensor(made, dtype=torch.int64)
 
 
-def rows_of(cache: KVCache, sequence: Sequence, start: int, end: int) -> Iterator[tuple[RowPool, int, int, int]]:
-    """(pool, row, position whose tag it holds, salt) of all rows of the positions that the sequence still has."""
+def rows_of(cache: KVCache, sequence: Sequence, start: int, end: int) -> Iterator[tuple[RowPool, Tensor, Tensor, int]]:
+    """(pool, rows, positions whose tags they hold, salt) for the positions that the sequence still has."""
     for salt, (source, ratio) in enumerate(cache.ratios.items()):
-        rows = sequence.pool_rows(ratio).tolist()
-        for number in range(start // ratio, end // ratio):
-            for add, pools in ((0, cache.compressed), (100, cache.keys)):
-                yield pools[source], rows[number], number * ratio + ratio - 1, salt + add
-    first = max(start, end - cache.window - 1)
-    for position, row in zip(range(first, end), sequence.window_rows(first, end).tolist(), strict=True):
-        for layer, pool in enumerate(cache.windows):
-            yield pool, row, position, 200 + layer
+        numbers = torch.arange(start // ratio, end // ratio)
+        for add, pools in ((0, cache.compressed), (100, cache.keys)):
+            yield pools[source], sequence.pool_rows(ratio)[numbers], numbers * ratio + ratio - 1, salt + add
+    first = max(start, end - cache.window - MAX_ROLLBACK)
+    for layer, pool in enumerate(cache.windows):
+        yield pool, sequence.window_rows(first, end), torch.arange(first, end), 200 + layer
 
 
 def grow(cache: KVCache, sequence: Sequence, ids: list[int], length: int) -> None:
     """What a step does: room, rows, new length."""
     start, made = sequence.length, tags(ids, length)
     sequence.reserve(length)
-    for pool, row, position, salt in rows_of(cache, sequence, start, length):
-        pool.values[row] = (made[position] + salt) % 256
-        pool.scales[row] = (made[position] + salt + 1) % 256
+    for pool, rows, positions, salt in rows_of(cache, sequence, start, length):
+        pool.values[rows] = ((made[positions] + salt) % 256).byte()[:, None]
+        pool.scales[rows] = ((made[positions] + salt + 1) % 256).byte()[:, None]
     sequence.advance(length)
 
 
 def check_rows(cache: KVCache, sequence: Sequence, ids: list[int]) -> None:
-    made = tags(ids, sequence.length)
-    for pool, row, position, salt in rows_of(cache, sequence, 0, sequence.length):
-        assert (pool.values[row] == (made[position] + salt) % 256).all(), (position, salt)
-        assert (pool.scales[row] == (made[position] + salt + 1) % 256).all(), (position, salt)
+    """All global rows, and the window that the next token looks at."""
+    made, length = tags(ids, sequence.length), sequence.length
+    for pool, rows, positions, salt in rows_of(cache, sequence, 0, length):
+        if salt >= 200:
+            seen = positions >= length - cache.window
+            rows, positions = rows[seen], positions[seen]
+        assert torch.equal(pool.values[rows], expand(made[positions] + salt, pool.values)), salt
+        assert torch.equal(pool.scales[rows], expand(made[positions] + salt + 1, pool.scales)), salt
+
+
+def expand(tags_N: Tensor, plane: Tensor) -> Tensor:
+    return (tags_N % 256).byte()[:, None].expand(-1, plane.shape[1])
 
 
 def check_counts(cache: KVCache, prefix: PrefixCache, sequences: list[Sequence]) -> None:
@@ -143,6 +150,7 @@ class Driver:
         """One request from start to end; tokens that it did not process. snapshots: None = at its last border."""
         hit = self.prefix.lookup(ids, limit=len(ids))
         sequence = self.prefix.open(hit)
+        assert self.prefix.make_room(-(-len(ids) // PAGE_TOKENS) - len(sequence.pages), 0)
         borders = (len(ids) // PAGE_TOKENS * PAGE_TOKENS,) if snapshots is None else snapshots
         for end in sorted({*borders, len(ids)}):
             if end > sequence.length:
@@ -406,9 +414,7 @@ def test_pages_computed_twice_become_one() -> None:
     check_counts(driver.cache, driver.prefix, sequences)
     for sequence in sequences:
         grow(driver.cache, sequence, ids, 300)
-        with pytest.raises(RequestError, match="shared"):
-            sequence.length = 257
-            sequence.truncate(255)
+        assert sequence.fixed_length == 256
         sequence.close()
     driver.check_empty()
 
