@@ -266,13 +266,14 @@ class PrefixCache:
             sequence = self._cache.resume(
                 ids, node.depth, [node.page for node in path], snapshot.page, snapshot.window_from
             )
+            snapshot.stamp = node.stamp = self._tick()
         finally:
             self._loading = set()
+            self._trim_snapshots()
             for page in held:
                 pages.release(page)
             if held_window != NOWHERE:
                 window_pages.release(held_window)
-        snapshot.stamp = node.stamp = self._tick()
         self._refresh(node)
         self._refresh_snapshot(snapshot)
         self._cursors[sequence] = node
