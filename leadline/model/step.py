@@ -216,7 +216,18 @@ class StepBatch:
         self._new_rows: dict[int, NewRows] = {}
         self.all_rows = ActiveRows(self, self.starts)
         made: dict[tuple[int, ...], ActiveRows] = {self.starts: self.all_rows}
-        needed = [layer_starts(run, config.num_hidden_layers, plan.split_layer, self.window) for run in runs]
+        needed = [
+            layer_starts(
+                run.prefill,
+                run.prompt_length,
+                run.logits_from,
+                run.keep_from,
+                num_layers=config.num_hidden_layers,
+                split_layer=plan.split_layer,
+                window=self.window,
+            )
+            for run in runs
+        ]
         self.needed = needed
         self.rows: list[ActiveRows] = []
         for k in range(config.num_hidden_layers + 1):
@@ -324,22 +335,33 @@ class StepBatch:
             seq.advance(self.ends[i])
 
 
-def layer_starts(run: Run, num_layers: int, split_layer: int, window: int) -> list[int]:
+def layer_starts(
+    prefill: Prefill,
+    prompt_length: int,
+    logits_from: int,
+    keep_from: int | None,
+    *,
+    num_layers: int,
+    split_layer: int,
+    window: int,
+) -> list[int]:
     """First position that each layer has to work on, and last of all the first whose logits are wanted.
+
+    The first four arguments are those of `Run`.
 
     Layers up to `split_layer` see everything, because compressed rows need every token. Above it a layer must store
     the window rows of the prompt's last window and whatever the layer above it looks at: a halo that shrinks by
     window - 1 rows per layer (architecture.md 6.2); under "replay" only the last window (6.3). Positions, not lengths:
     the answer does not depend on how the prompt is cut into runs.
     """
-    last_window = max(0, run.prompt_length - window)
-    kept = last_window if run.keep_from is None else min(last_window, run.keep_from)
+    last_window = max(0, prompt_length - window)
+    kept = last_window if keep_from is None else min(last_window, keep_from)
     starts = [0] * (num_layers + 1)
-    starts[num_layers] = max(0, run.logits_from)
+    starts[num_layers] = max(0, logits_from)
     for k in range(num_layers - 1, split_layer, -1):
-        if run.prefill == "halo":
+        if prefill == "halo":
             starts[k] = max(0, min(kept, starts[k + 1] - (window - 1)))
-        elif run.prefill == "replay":
+        elif prefill == "replay":
             starts[k] = last_window
     return starts
 
