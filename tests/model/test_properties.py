@@ -101,7 +101,7 @@ def drafts(model: Model, sequences: list[Sequence], anchors: Tensor) -> list[Ten
     return list(torch.cat((out.logits, out.confidence[..., None]), dim=-1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 @given(shape=shapes(), work=st.lists(jobs(), min_size=1, max_size=3))
 def test_any_mix_of_steps_equals_one_prefill(shape: Shape, work: list[Job]) -> None:
     model = model_of(shape)
