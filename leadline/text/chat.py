@@ -34,7 +34,7 @@ _DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 ("
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
 _VISIBLE = (
-    *("<think>", "</think>", "｜DSML｜"),
+    *("</think>", "｜DSML｜"),
     *(
         "<｜ref｜>",
         "<｜/ref｜>",
