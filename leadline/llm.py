@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from leadline.checkpoint.random_model import default_model_folder
 from leadline.config.sampling import SamplingParams
-from leadline.engine.generate import Delta, FinishReason, Progress, Request, generate
+from leadline.engine.core import EngineCore
+from leadline.engine.request import Delta, FinishReason, Progress, Request
 from leadline.engine.sampler import Logprob
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
@@ -26,6 +27,7 @@ Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 _DEFAULT_CACHE_TOKENS = 1 << 18
+_DEFAULT_SNAPSHOTS = 64
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -116,7 +118,7 @@ def resolve_model(model: str | Path | None) -> Path:
 
 
 class LLM:
-    """A loaded model with its tokenizer and cache. One generation at a time runs on it.
+    """A loaded model with its tokenizer and engine, for one thread.
 
     Args:
         model: folder, hub id, or None for the small random model.
@@ -126,7 +128,9 @@ class LLM:
         max_model_len: most tokens of a sequence, prompt included; None for as many as model and cache allow.
         max_num_seqs: most sequences that run together.
         max_num_batched_tokens: most tokens of one step.
-        max_cache_tokens: tokens of all running sequences together.
+        max_cache_tokens: tokens that the cache holds, of running sequences and of past ones to start from.
+        max_snapshots: places in past sequences from which new ones can start; 0 = every prompt starts afresh.
+        host_cache_bytes: host memory for what the cache of past sequences gives up.
     Raises: CheckpointError, ConfigError.
     """
 
@@ -141,6 +145,9 @@ class LLM:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         max_cache_tokens: int = _DEFAULT_CACHE_TOKENS,
+        max_snapshots: int = _DEFAULT_SNAPSHOTS,
+        host_cache_bytes: int = 0,
+        max_waiting: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         folder = resolve_model(model)
@@ -157,6 +164,9 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_cache_tokens=max_cache_tokens,
+            max_snapshots=max_snapshots,
+            host_cache_bytes=host_cache_bytes,
+            max_waiting=max_waiting,
         )
 
     @classmethod
@@ -178,17 +188,32 @@ class LLM:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
         max_cache_tokens: int = _DEFAULT_CACHE_TOKENS,
+        max_snapshots: int = _DEFAULT_SNAPSHOTS,
+        host_cache_bytes: int = 0,
+        max_waiting: int | None = None,
     ) -> None:
         self.name = name
         self.model = model
         self.config = model.config
         self.tokenizer = tokenizer
-        self.prefill: Prefill = prefill
-        self.speculation = Speculation() if speculate is True else speculate or None
-        self.max_model_len = max_model_len
         self.cache = model.new_cache(
-            max_tokens=max_cache_tokens, max_sequences=max_num_seqs, max_step_tokens=max_num_batched_tokens
+            max_tokens=max_cache_tokens,
+            max_sequences=max_num_seqs,
+            max_step_tokens=max_num_batched_tokens,
+            max_snapshots=max_snapshots,
         )
+        self.engine = EngineCore(
+            model,
+            self.cache,
+            tokenizer=tokenizer,
+            prefill=prefill,
+            speculation=Speculation() if speculate is True else speculate or None,
+            max_length=max_model_len,
+            max_snapshots=max_snapshots,
+            host_bytes=host_cache_bytes,
+            max_waiting=max_waiting,
+        )
+        self._inbox: dict[int, list[Delta]] = {}  # deltas of open generations, by ticket
 
     def generate(
         self,
@@ -242,17 +267,40 @@ class LLM:
         return [self._request(*entry) for entry in zip(ids, sources, _params(sampling_params, len(ids)), strict=True)]
 
     def run(self, requests: list[Request], progress: Progress | None = None) -> Generator[Delta, None, None]:
-        """Generate for prepared requests, step by step. Close the iterator to cancel."""
-        return generate(
-            self.model,
-            self.cache,
-            requests,
-            tokenizer=self.tokenizer,
-            prefill=self.prefill,
-            speculation=self.speculation,
-            max_length=self.max_model_len,
-            progress=progress,
-        )
+        """Generate for prepared requests, step by step; `Delta.request` is the index here. Close it to cancel.
+
+        Generations may be open at the same time; they share the engine's steps.
+        Raises: as `EngineCore.add`, before anything runs.
+        """
+        for request in requests:
+            self.engine.check(request)
+        return self._run(requests, progress)
+
+    def _run(self, requests: list[Request], progress: Progress | None) -> Generator[Delta, None, None]:
+        engine, tickets = self.engine, list[int]()
+        total = sum(len(request.token_ids) * request.params.n for request in requests)
+        before = reported = engine.prompt_tokens_done
+        try:
+            tickets += (engine.add(request) for request in requests)
+            self._inbox.update((ticket, []) for ticket in tickets)
+            index = {ticket: i for i, ticket in enumerate(tickets)}
+            left = sum(request.params.n for request in requests)
+            while left:
+                if not any(self._inbox[ticket] for ticket in tickets):
+                    for delta in engine.step():
+                        self._inbox[delta.request].append(delta)
+                if progress is not None and reported != engine.prompt_tokens_done:
+                    reported = engine.prompt_tokens_done
+                    progress(min(total, reported - before), total)
+                for ticket in tickets:
+                    deltas, self._inbox[ticket] = self._inbox[ticket], []
+                    for delta in deltas:
+                        left -= delta.finish_reason is not None
+                        yield replace(delta, request=index[ticket])
+        finally:
+            for ticket in tickets:
+                engine.cancel(ticket)
+                self._inbox.pop(ticket, None)
 
     def chat(
         self,
@@ -298,7 +346,7 @@ class LLM:
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
         """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
-        scored = score(self.model, self.cache, ids, top=top, max_length=self.max_model_len, progress=progress)
+        scored = score(self.model, self.cache, ids, top=top, max_length=self.engine.max_length, progress=progress)
         return [
             ScoreOutput(
                 prompt_token_ids=prompt_ids,

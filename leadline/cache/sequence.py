@@ -113,6 +113,13 @@ class Sequence:
         self.window_pages += window_pages
         self._rows.clear()
 
+    def reserve_pages(self, length: int) -> None:
+        """The global pages for positions below `length`; window pages follow step by step. Raises as `reserve`."""
+        more = -(-length // PAGE_TOKENS) - len(self.pages)
+        if more > 0:
+            self.pages += self._cache.pages.allocate(more)
+            self._rows.clear()
+
     def trim(self) -> None:
         """Give back the pages that no processed position needs: a step that was refused after `reserve` did not run."""
         needed = -(-self.length // PAGE_TOKENS)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from leadline.config.sampling import SamplingParams
-from leadline.engine.generate import Progress as Report
+from leadline.engine.request import Progress as Report
 from leadline.llm import LLM
 
 DEFAULTS = SamplingParams()

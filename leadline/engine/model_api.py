@@ -13,6 +13,9 @@ from leadline.model.step import Run
 class StepOutput(Protocol):
     logits: list[Tensor]
 
+    @property
+    def rows(self) -> Tensor: ...
+
 
 class DraftOutput(Protocol):
     token_ids: Tensor

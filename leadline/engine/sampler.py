@@ -64,26 +64,31 @@ class Sampler:
         digest = hashlib.blake2b(struct.pack("<BQ", draw, position), digest_size=8, key=self._key).digest()
         return (int.from_bytes(digest, "little") >> 12) / 2.0**52
 
-    def token(self, logits_V: Tensor, position: int) -> int:
+    def is_plain(self, position: int) -> bool:
+        """Whether the token for `position` is just the most likely one of all."""
+        return self.is_greedy and (position >= self._banned_before or not len(self._banned))
+
+    def token(self, logits_V: Tensor, position: int, mask_V: Tensor | None = None) -> int:
         """The token for `position` from the logits of the position before. Raises as `check_finite`."""
         if self.is_greedy:
-            return self.greedy(logits_V, position)
-        return pick(self.probs(logits_V, position), self.uniform(Draw.TOKEN, position))
+            return self.greedy(logits_V, position, mask_V)
+        return pick(self.probs(logits_V, position, mask_V), self.uniform(Draw.TOKEN, position))
 
-    def greedy(self, logits_V: Tensor, position: int) -> int:
-        """The most likely allowed token, the lowest id among equals."""
+    def greedy(self, logits_V: Tensor, position: int, mask_V: Tensor | None = None) -> int:
+        """The most likely allowed token, the lowest id among equals. mask_V: as for `probs`."""
         check_finite(logits_V, position)
-        return int(self._allowed(logits_V, position).argmax())
+        return int(self._allowed(logits_V, position, mask_V).argmax())
 
-    def probs(self, logits_V: Tensor, position: int) -> Tensor:
+    def probs(self, logits_V: Tensor, position: int, mask_V: Tensor | None = None) -> Tensor:
         """The distribution that is sampled for `position`: float64 [V], sums to 1, 0 for what the filters drop.
 
-        logits_V: [V] f32 (or any float). Equal probabilities at a filter's border: the lowest ids stay. Independent of
+        logits_V: [V] f32 (or any float). mask_V: [V] bool, the ids that a grammar allows; None = all. Equal
+        probabilities at a filter's border: the lowest ids stay. Independent of
         other sequences. `temperature` must not be 0. Raises as `check_finite`.
         """
         check_finite(logits_V, position)
         p = self.params
-        scaled_V = self._allowed(logits_V, position).double()
+        scaled_V = self._allowed(logits_V, position, mask_V).double()
         scaled_V = (scaled_V - scaled_V.max()) / p.temperature  # shifted first: no overflow at a tiny temperature
         probs_V = scaled_V.softmax(dim=-1)
         if p.min_p > 0:
@@ -99,7 +104,9 @@ class Sampler:
             probs_V = torch.zeros_like(probs_V).scatter_(0, order_V, sorted_V)
         return probs_V / probs_V.sum()
 
-    def _allowed(self, logits_V: Tensor, position: int) -> Tensor:
+    def _allowed(self, logits_V: Tensor, position: int, mask_V: Tensor | None) -> Tensor:
+        if mask_V is not None:
+            logits_V = logits_V.masked_fill(~mask_V.to(logits_V.device), -math.inf)
         if position >= self._banned_before or not len(self._banned):
             return logits_V
         return logits_V.index_fill(0, self._banned.to(logits_V.device), -math.inf)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from leadline.engine.generate import Progress, check_prompt
 from leadline.engine.model_api import Model
+from leadline.engine.request import Progress, check_prompt
 from leadline.engine.sampler import Logprob, check_finite, logprobs_of
 from leadline.model.step import Run
 

@@ -11,8 +11,9 @@ Source: architecture.md 4.14; Leviathan et al., arXiv 2211.17192.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,15 +22,19 @@ from torch import Tensor
 from leadline.engine.model_api import Model
 from leadline.engine.sampler import Draw, Sampler, pick
 from leadline.errors import NumericsError, RequestError
+from leadline.text.grammar import Matcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """How to draft. `max_drafts`: most tokens verified a step, None for the model's block. `min_confidence`: cut before
-    the first draft whose estimated chance of acceptance is lower; 0 verifies all."""
+    the first draft whose estimated chance of acceptance is lower; 0 verifies all. adaptive: of what is left verify only
+    as many as raise tokens per second (`DraftBudget`); a sampled request with a seed verifies all, so that its answer
+    depends on nothing else."""
 
     max_drafts: int | None = None
     min_confidence: float = 0.0
+    adaptive: bool = False
 
     def limit(self, block_size: int) -> int:
         """Drafts per step with a model that proposes `block_size` at a time. Raises RequestError for illegal values."""
@@ -43,10 +48,16 @@ class Speculation:
 
 @dataclass(slots=True)
 class Proposal:
-    """Drafts for one sequence. `probs`: the distribution [V] of each draft, empty for a greedy request."""
+    """Drafts for one sequence. `probs`: the distribution [V] of each draft, empty for a greedy request. `chances`: of
+    each draft the estimated chance of acceptance, given that those before it are accepted."""
 
     token_ids: list[int]
     probs: list[Tensor]
+    chances: list[float] = field(default_factory=list)
+
+    def keep(self, count: int) -> None:
+        """Drop all drafts but the first `count`."""
+        del self.token_ids[count:], self.probs[count:], self.chances[count:]
 
 
 def propose(
@@ -86,35 +97,101 @@ def propose(
 
     anchor_ids_B = torch.tensor(anchors, dtype=torch.int64)
     output = model.draft(cache, list(sequences), anchor_ids_B, choose)
-    if min_confidence > 0:
-        for proposal, chances in zip(proposals, output.confidence.sigmoid().tolist(), strict=True):
-            # Confidence i is known before draft i is drawn, so that the cut cannot favour some tokens.
-            keep = next((i for i, chance in enumerate(chances) if chance < min_confidence), len(chances))
-            del proposal.token_ids[keep:], proposal.probs[keep:]
+    for proposal, chances in zip(proposals, output.confidence.sigmoid().tolist(), strict=True):
+        proposal.chances = chances[: len(proposal.token_ids)]
+        # Confidence i is known before draft i is drawn, so that the cut cannot favour some tokens.
+        proposal.keep(next((i for i, c in enumerate(proposal.chances) if c < min_confidence), len(chances)))
     return [errors.get(b, proposal) for b, proposal in enumerate(proposals)]
 
 
-def accept(sampler: Sampler, logits_LV: Tensor, proposal: Proposal, position: int) -> list[int]:
+class StepRows:
+    """All rows of logits of a step, looked at in one pass.
+
+    logits_NV: f32 [N, V]. best: the most likely id of each row, the lowest among equals. finite: rows without NaN and
+    infinity.
+    """
+
+    def __init__(self, logits_NV: Tensor) -> None:
+        self.logits_NV = logits_NV
+        low_N, high_N = logits_NV.aminmax(dim=-1)
+        self.finite: list[bool] = (low_N - high_N).isfinite().tolist()
+        self.best: list[int] = logits_NV.argmax(dim=-1).tolist()
+
+
+def accept(
+    sampler: Sampler, rows: StepRows, first: int, proposal: Proposal, position: int, matcher: Matcher | None = None
+) -> list[int]:
     """The tokens from `position` on: the accepted drafts and one token of the model's own.
 
-    logits_LV: [drafts + 1, V] f32, the model's logits for `position`, `position + 1`, ... given anchor and drafts.
+    rows: those from `first` on are the model's logits for `position`, `position + 1`, ... given anchor and drafts, one
+    more than there are drafts. matcher: advanced by the tokens; its mask cuts the model's distribution.
     Returns: 1 to drafts + 1 ids. With no drafts this is ordinary sampling.
     Raises: NumericsError if logits that matter are not finite; rows after a rejection do not matter.
     """
     tokens: list[int] = []
-    for i, draft in enumerate(proposal.token_ids):
-        if sampler.is_greedy:
-            token = sampler.greedy(logits_LV[i], position + i)
+    for i in range(len(proposal.token_ids) + 1):
+        row, at = first + i, position + i
+        draft = proposal.token_ids[i] if i < len(proposal.token_ids) else None
+        mask_V = None if matcher is None else matcher.mask()
+        if mask_V is None and rows.finite[row] and sampler.is_plain(at):
+            token = rows.best[row]
+        elif draft is None or sampler.is_greedy:
+            token = sampler.token(rows.logits_NV[row], at, mask_V)
         else:
-            p_V, q_V = sampler.probs(logits_LV[i], position + i), proposal.probs[i].to(logits_LV.device)
-            if sampler.uniform(Draw.ACCEPT, position + i) * float(q_V[draft]) < float(p_V[draft]):
+            p_V = sampler.probs(rows.logits_NV[row], at, mask_V)
+            q_V = proposal.probs[i].to(p_V.device)
+            if sampler.uniform(Draw.ACCEPT, at) * float(q_V[draft]) < float(p_V[draft]):
                 token = draft
             else:
                 excess_V = (p_V - q_V).clamp_(min=0.0)
                 # p and q that differ by rounding alone may leave nothing; then they are the same distribution.
-                token = pick(excess_V, sampler.uniform(Draw.TOKEN, position + i)) if bool(excess_V.any()) else draft
+                token = pick(excess_V, sampler.uniform(Draw.TOKEN, at)) if bool(excess_V.any()) else draft
         tokens.append(token)
+        if matcher is not None:
+            matcher.advance(token)
         if token != draft:
-            return tokens
-    last = len(proposal.token_ids)
-    return [*tokens, sampler.token(logits_LV[last], position + last)]
+            break
+    return tokens
+
+
+class DraftBudget:
+    """How many drafts of a batch are worth verifying: as many as still raise tokens per second.
+
+    A step of B tokens takes about base + slope * B seconds, estimated from the steps so far. A draft adds its chance of
+    being accepted to the tokens of a step, and `slope` to its time. Drafts are taken by falling chance until one lowers
+    the rate; there it stops, so that the choice never depends on tokens drawn later (architecture.md 4.14).
+    """
+
+    _FORGET = 0.95  # weight of the past, per step: estimates follow a growing context
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of 1, x, y, x*x, x*y over the steps, x tokens and y seconds
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+        new = (1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
+        self._sums = [self._FORGET * old + value for old, value in zip(self._sums, new, strict=True)]
+
+    def lengths(self, chances: Sequence[Sequence[float]], num_tokens: int) -> list[int]:
+        """Per sequence how many of its drafts to verify.
+
+        chances: as `Proposal.chances`. num_tokens: tokens of the step without drafts.
+        """
+        kept = [len(line) for line in chances]
+        count, x, y, xx, xy = self._sums
+        spread = count * xx - x * x
+        if spread <= 1e-6 * count * xx:  # all steps alike so far: nothing to judge by
+            return kept
+        slope = max(0.0, (count * xy - x * y) / spread)
+        seconds = max(1e-9, (y - slope * x) / count) + slope * num_tokens
+        expected = float(len(chances))
+        reach = [(r, j, math.prod(line[: j + 1])) for r, line in enumerate(chances) for j in range(len(line))]
+        reach.sort(key=lambda item: (-item[2], item[1], item[0]))
+        kept = [0] * len(chances)
+        for r, j, chance in reach:
+            if chance * seconds <= expected * slope:
+                break
+            expected += chance
+            seconds += slope
+            kept[r] = j + 1
+        return kept

@@ -39,8 +39,10 @@ LayerTrace = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """logits[i]: fp32 [n_i, V] of run i, for the positions from max(logits_from, start) to the run's end."""
+    """Logits of all runs, fp32 [N, V]. logits[i]: the rows [n_i, V] of run i, for the positions from
+    max(logits_from, start) to the run's end; they follow each other in `rows`."""
 
+    rows: Tensor
     logits: list[Tensor]
 
 
@@ -165,11 +167,11 @@ class Model:
         Raises:
             PromptError, RequestError: see `StepBatch`. CapacityError: no pages. The sequences are unchanged then.
         """
+        c = self.config
         if not runs:
-            return StepOutput(logits=[])
+            return StepOutput(rows=self.head.new_empty(0, c.vocab_size), logits=[])
         if len({run.sequence.slot for run in runs}) != len(runs):
             raise RequestError("step: two runs of one sequence; join them or run them one after the other")
-        c = self.config
         step = StepBatch(runs, c, self.plan, cache, self.freqs)
         windows_TN, pad = None, 0
         if self.token_map is not None and c.engram_layer_ids:
@@ -223,7 +225,7 @@ class Model:
         logits = linear_f32(u, self.head)
         step.finish()
         o = active.offsets
-        return StepOutput(logits=[logits[o[i] : o[i + 1]] for i in range(len(runs))])
+        return StepOutput(rows=logits, logits=[logits[o[i] : o[i + 1]] for i in range(len(runs))])
 
     def _embed(self, step: StepBatch) -> Tensor:
         x = self.embed[step.token_ids_T]

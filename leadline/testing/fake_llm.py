@@ -33,4 +33,4 @@ def fake_llm(ring: str = "", step_seconds: float = 0.0, **options: Any) -> LLM:
         model.table[last] = 0.0
         model.table[last, following] = 50.0
     model.draft_table = model.table.clone()
-    return LLM.from_parts(model, tokenizer, **options)
+    return LLM.from_parts(model, tokenizer, max_snapshots=0, **options)

@@ -44,9 +44,11 @@ class FakeSequence:
     def length(self) -> int:
         return len(self.token_ids)
 
+    def reserve_pages(self, length: int) -> None:
+        self.pages += self._cache.pages.allocate(max(0, -(-length // PAGE_TOKENS) - len(self.pages)))
+
     def extend(self, token_ids: list[int]) -> None:
-        needed = -(-(self.length + len(token_ids)) // PAGE_TOKENS) - len(self.pages)
-        self.pages += self._cache.pages.allocate(max(0, needed))
+        self.reserve_pages(self.length + len(token_ids))
         self.token_ids += token_ids
 
     def truncate(self, length: int) -> None:
@@ -82,6 +84,10 @@ class FakeCache:
 class FakeStepOutput:
     logits: list[Tensor]
 
+    @property
+    def rows(self) -> Tensor:
+        return torch.cat(self.logits)
+
 
 @dataclass(slots=True)
 class FakeDraftOutput:
@@ -114,7 +120,10 @@ class FakeModel:
         self.table = 2 * torch.randn(shape, generator=generator)
         self.draft_table = self.table + self.draft_noise * torch.randn(shape, generator=generator)
 
-    def new_cache(self, *, max_tokens: int, max_sequences: int, max_step_tokens: int = 64) -> FakeCache:
+    def new_cache(
+        self, *, max_tokens: int, max_sequences: int, max_step_tokens: int = 64, max_snapshots: int = 0
+    ) -> FakeCache:
+        assert not max_snapshots, "its rows have no bytes to keep"
         return FakeCache(max_tokens=max_tokens, max_sequences=max_sequences, max_step_tokens=max_step_tokens)
 
     def step(self, runs: list[Run], cache: FakeCache) -> FakeStepOutput:
@@ -128,7 +137,7 @@ class FakeModel:
             assert ids
             assert all(0 <= token_id < self.config.vocab_size for token_id in ids)
             start = sequence.length
-            assert start <= run.logits_from <= start + len(ids)
+            assert start <= run.logits_from
             sequence.extend(ids)
             logits.append(self._rows(self.table, ids[run.logits_from - start :]))
         self.steps.append([len(run.token_ids) for run in runs])

@@ -77,4 +77,4 @@ def scripted_llm(config: ModelConfig, answer: str, **options: Any) -> LLM:
     model = _ScriptedModel(config)  # type: ignore[arg-type]
     model.script = tokenizer.encode(answer)
     model.assistant_id = assistant_id
-    return LLM.from_parts(model, tokenizer, **options)
+    return LLM.from_parts(model, tokenizer, max_snapshots=0, **options)

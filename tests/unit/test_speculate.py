@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from leadline.config.sampling import SamplingParams
-from leadline.engine.generate import Request, generate
+from leadline.engine.request import Request
 from leadline.engine.sampler import Sampler
-from leadline.engine.speculate import Proposal, Speculation, accept, propose
+from leadline.engine.speculate import Proposal, Speculation, StepRows, accept, propose
 from leadline.errors import NumericsError, RequestError
 from leadline.model.step import Run
 from leadline.testing.fake_model import FakeConfig, FakeModel
 from leadline.testing.statistics import chi_square_p_value
+from tests.unit.engine_driver import generate
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +45,7 @@ def test_one_draft_gives_the_models_distribution(temperature, filters):
         rules = Sampler(params, seed)
         q_V = rules.probs(q_logits_V, 7)
         draft = int(torch.multinomial(q_V, 1, generator=generator))
-        tokens = accept(rules, torch.stack([p_logits_V, p_logits_V]), Proposal([draft], [q_V]), 7)
+        tokens = accept(rules, StepRows(torch.stack([p_logits_V, p_logits_V])), 0, Proposal([draft], [q_V]), 7)
         counts[tokens[0]] += 1
         accepted += len(tokens) - 1
     p_V, q_V = rules.probs(p_logits_V, 7), rules.probs(q_logits_V, 7)
@@ -140,9 +141,9 @@ def test_rows_after_a_rejection_do_not_matter():
     logits_LV[0, 2] = 9.0
     logits_LV[1:] = float("nan")
     greedy = Sampler(SamplingParams(temperature=0), 0)
-    assert accept(greedy, logits_LV, Proposal([1, 1], []), 0) == [2]
+    assert accept(greedy, StepRows(logits_LV), 0, Proposal([1, 1], []), 0) == [2]
     with pytest.raises(NumericsError, match="position 1"):
-        accept(greedy, logits_LV, Proposal([2, 1], []), 0)
+        accept(greedy, StepRows(logits_LV), 0, Proposal([2, 1], []), 0)
 
 
 def test_same_seed_same_tokens_with_any_neighbours():
