@@ -304,7 +304,8 @@ def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> 
     field = "input" if protocol == "responses" else "messages"
     try:
         text = json.dumps({**body, "model": MODEL_NAME}, ensure_ascii=False)
-        return REQUESTS[protocol](text).convert(options_for(tokenizer))
+        request: recipe.ConversationRequest = REQUESTS[protocol](text).convert(options_for(tokenizer))
+        return request
     except recipe.ConversionError as error:
         raise PromptError(f"{field}: {_reason(error)}") from None
     except UnicodeEncodeError:
