@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from leadline import __version__
+from leadline.errors import LeadlineError, PromptError
 from leadline.server import bodies, metrics
 from leadline.server.answers import Event
 from leadline.server.errors import ApiError, api_error
@@ -31,6 +32,7 @@ from leadline.server.service import Job, Service
 
 logger = logging.getLogger("leadline.server")
 T = TypeVar("T")
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 PAGE = Path(__file__).parent / "page.html"
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version")
@@ -57,7 +59,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="leadline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(_routes(service))
-    for kind in (RequestValidationError, HTTPException, Exception):
+    for kind in (RequestValidationError, HTTPException, LeadlineError, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(_Gate, service=service)
     return app
@@ -294,10 +296,10 @@ def _logged(error: Exception, request_id: str) -> ApiError:
 def _routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=_JsonRoute)
 
-    def post(path: str) -> Any:
+    def post(path: str) -> Callable[[Handler], Handler]:
         return router.post(path, responses=_ERRORS, response_model=None)
 
-    def get(path: str) -> Any:
+    def get(path: str) -> Callable[[Handler], Handler]:
         return router.get(path, response_model=None)
 
     @post("/v1/chat/completions")
@@ -348,11 +350,8 @@ def _routes(service: Service) -> APIRouter:
         tokenizer = service.ready_model().tokenizer
         try:
             return _json({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
-        except ApiError:
-            raise
-        except Exception as error:
-            found = api_error(error)
-            raise ApiError(found.status_code, found.detail, param="tokens", code=found.code) from None
+        except PromptError as error:
+            raise ApiError(400, f"tokens: {error}", param="tokens") from None
 
     @get("/v1/models")
     async def models() -> Response:

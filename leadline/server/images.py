@@ -1,7 +1,7 @@
 """Images from the network, guarded: a client must not use this server to look into the network it stands in.
 
-Only https, only addresses that belong to the public internet, checked on the very address that is connected to, at every
-redirect anew. deepseek-recipe's fetcher can do the same but has no time limit and cannot be cancelled.
+Only https, only addresses that belong to the public internet, checked on the very address that is connected to, and
+anew at every redirect. deepseek-recipe's fetcher can do the same but has no time limit and cannot be cancelled.
 """
 
 from __future__ import annotations

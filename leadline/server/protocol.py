@@ -1,8 +1,8 @@
 """Where the three chat protocols and deepseek-recipe differ from what this server does. The only such place.
 
 deepseek-recipe stands for the hosted service: it sets sampling values itself, takes one answer and effort levels only,
-wants the word json beside json_object, and treats a required tool differently from protocol to protocol. So it only gets
-the fields that make the prompt; everything else is read here. `docs/openai_compatibility.md` lists what follows.
+wants the word json beside json_object, and treats a required tool differently from protocol to protocol. So it only
+gets the fields that make the prompt; all else is read here. `docs/openai_compatibility.md` lists what follows.
 """
 
 from __future__ import annotations

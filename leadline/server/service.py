@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -241,8 +241,8 @@ class Service:
                 param=prompt.image_fields[-1],
             )
         sources = [
-            await self._image_source(str(url), field)
-            for url, field in zip(prompt.images, prompt.image_fields, strict=True)
+            await self._image_source(str(url), name)
+            for url, name in zip(prompt.images, prompt.image_fields, strict=True)
         ]
         async with self._tower:
             made = await asyncio.to_thread(_with_images, model, prompt, sources)
@@ -258,7 +258,7 @@ class Service:
             cancel(job)
             raise
 
-    async def events(self, job: Job) -> AsyncIterator[list[Event]]:
+    async def events(self, job: Job) -> AsyncGenerator[list[Event], None]:
         """The events of a submitted job as they come. An empty list now and then says that it is alive.
 
         Raises: the error that ended an answer. Closing the iterator cancels the job.
@@ -345,15 +345,15 @@ class Service:
             grammar=grammar,
         )
 
-    async def _image_source(self, url: str, field: str) -> tuple[str, str | bytes]:
+    async def _image_source(self, url: str, name: str) -> tuple[str, str | bytes]:
         if url.startswith("data:"):
-            return field, url
+            return name, url
         if not self.settings.image_urls:
-            raise ApiError(400, f"{field}: expected a data URL; this server fetches no images", param=field)
+            raise ApiError(400, f"{name}: expected a data URL; this server fetches no images", param=name)
         try:
-            return field, await fetch_image(url, seconds=self.settings.image_seconds)
+            return name, await fetch_image(url, seconds=self.settings.image_seconds)
         except ImageError as error:
-            raise ImageError(f"{field}: {error}") from None
+            raise ImageError(f"{name}: {error}") from None
 
     def _take(self, loaded: ServedModel | BaseException) -> None:
         if isinstance(loaded, BaseException):
@@ -370,7 +370,7 @@ def cancel(job: Job) -> None:
         stream.cancel()
 
 
-async def _merged(streams: Sequence[Any]) -> AsyncIterator[tuple[int, list[Delta]]]:
+async def _merged(streams: Sequence[Any]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
     """What several streams give, with the number of the stream, as it comes; nothing of stream 0 as a sign of life."""
 
     async def following(iterator: Any) -> list[Delta] | None:
@@ -406,11 +406,11 @@ def _with_images(model: ServedModel, prompt: ChatPrompt, sources: list[tuple[str
     if model.vision is None:
         raise ImageError(f"{sources[0][0]}: expected text only; this model does not read images")
     prepared = []
-    for field, source in sources:
+    for name, source in sources:
         try:
             prepared.append(prepare_image(load_image(source), model.vision))
         except ImageError as error:
-            raise ImageError(f"{field}: {error}") from None
+            raise ImageError(f"{name}: {error}") from None
     plans = [image.plan for image in prepared]
     ids_T, types_T = expand_images(prompt.token_ids, plans, model.tokenizer.image_token_id)
     request = Request(

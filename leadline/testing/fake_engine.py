@@ -82,8 +82,8 @@ class FakeEngine:
     """Recites `script` to every request, token by token, then EOS.
 
     script: a text, the ids of its tokens, or a function of the request. refuse: raised by every `submit`. nan_at: the
-    token of an answer at which its logits turn out not to be numbers. cached: prompt tokens that count as cached.
-    requests: all that came.
+    token of an answer at which its logits turn out not to be numbers. cached: prompt tokens that count as cached. cuts:
+    the numbers of tokens after which a delta ends; None for one delta a token. requests: all that came.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Script = "ok", step_seconds: float = 0.0) -> None:
@@ -93,6 +93,7 @@ class FakeEngine:
         self.refuse: LeadlineError | None = None
         self.nan_at: int | None = None
         self.cached = 0
+        self.cuts: list[int] | None = None
         self.error: BaseException | None = None
         self.stopped = False
         self.requests: list[Request] = []
@@ -125,28 +126,30 @@ class FakeEngine:
     def queue_full(self) -> None:
         """Refuse from now on as a full queue does."""
         self.refuse = QueueFullError("queue: full; try again later")
-        self.refuse.retry_after = 3.0  # type: ignore[attr-defined]
+        self.refuse.retry_after = 3.0
 
     def answer(self, request: Request, sample: int) -> Any:
-        """One answer as an iterator of deltas, one a token."""
+        """One answer as an iterator of deltas."""
         params, tokenizer = request.params, self.tokenizer
         script = self.script(request) if callable(self.script) else self.script
         ids = tokenizer.encode(script) if isinstance(script, str) else script
         ids = [*ids, *([] if params.ignore_eos else [tokenizer.eos_token_id])]
         text = TextStream(tokenizer, params, hidden_ids(tokenizer))
+        pending: list[int] = []
+        new = ""
         for count, token in enumerate(ids, start=1):
             if count == self.nan_at:
                 self._stats.numerics_errors += 1
                 error = NumericsError("logits: expected numbers, got NaN")
                 yield Delta(request=0, sample=sample, token_ids=[], finish_reason="error", error=error)
                 return
+            pending.append(token)
             reason: Any = None
             stop: int | str | None = None
-            new = ""
             if token == tokenizer.eos_token_id or token in params.stop_token_ids:
                 reason, stop = "stop", None if token == tokenizer.eos_token_id else token
             else:
-                new = text.push(token)
+                new += text.push(token)
                 if text.stopped_by is not None:
                     reason, stop = "stop", text.stopped_by
             if reason is None and (count == params.max_tokens or count == len(ids)):
@@ -154,19 +157,26 @@ class FakeEngine:
             if reason is not None:
                 new += text.finish()
                 self._stats.finished[reason] += 1
-            self._stats.generation_tokens += 1
-            yield Delta(
-                request=0,
-                sample=sample,
-                token_ids=[token],
-                text=new,
-                logprobs=None if params.logprobs is None else [self._logprobs(token, params.logprobs)],
-                finish_reason=reason,
-                stop_reason=stop,
-                cached_tokens=self.cached,
-            )
+            if reason is not None or self.cuts is None or count in self.cuts:
+                yield self._delta(params.logprobs, sample, pending, new, reason, stop)
+                pending, new = [], ""
             if reason is not None:
                 return
+
+    def _delta(
+        self, logprobs: int | None, sample: int, token_ids: list[int], text: str, reason: Any, stop: int | str | None
+    ) -> Delta:
+        self._stats.generation_tokens += len(token_ids)
+        return Delta(
+            request=0,
+            sample=sample,
+            token_ids=token_ids,
+            text=text,
+            logprobs=None if logprobs is None else [self._logprobs(token, logprobs) for token in token_ids],
+            finish_reason=reason,
+            stop_reason=stop,
+            cached_tokens=self.cached,
+        )
 
     def _logprobs(self, token: int, top: int) -> list[Logprob]:
         return [Logprob(token, -0.5, 1), *(Logprob(i, -0.5 - i, i + 1) for i in range(top))]

@@ -164,8 +164,10 @@ def render_request(
     is_plain = not tokenizer.has_control_tokens
     if is_plain and (thinking or effort is not None or body.get("tools")):
         field = "thinking" if thinking else "effort" if effort is not None else "tools"
-        raise PromptError(f"{field}: expected none, as this model's vocabulary lacks V4.1's control tokens; a chat with "
-                          "it has neither thinking, effort nor tools")  # fmt: skip
+        raise PromptError(
+            f"{field}: expected none, as this model's vocabulary lacks V4.1's control tokens; its chats have neither "
+            "thinking, effort nor tools"
+        )
     thinking = not is_plain if thinking is None else thinking
     number = _effort_number(effort, thinking)
     request = _convert(tokenizer, protocol, {**body, **_thinking_field(protocol, thinking)})
@@ -370,7 +372,7 @@ def _render_plain(tokenizer: Tokenizer, conversation: recipe.Conversation) -> tu
         name = _PLAIN_ROLES.get(message.role)
         if name is None or message.tool_calls or message.prefix:
             raise PromptError(
-                f"messages: expected roles {', '.join(_PLAIN_ROLES)} without tool calls or prefix, got {message.role!r}; "
+                f"messages: expected {', '.join(_PLAIN_ROLES)} and no tool calls or prefix, got {message.role!r}: "
                 "this model's vocabulary lacks V4.1's control tokens"
             )
         add_text(f"{name}: ")
