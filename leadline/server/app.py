@@ -87,7 +87,7 @@ def parse_json(body: bytes, max_depth: int) -> Any:
     except ValueError as error:
         raise refuse(f"expected JSON, got {str(error)[:100]}") from None
     level = [document]
-    for _ in range(max_depth + 1):
+    for _ in range(max_depth):
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):

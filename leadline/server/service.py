@@ -172,10 +172,10 @@ class Service:
         name, model = self.check_model_name(body.model), self.ready_model()
         n, params = self._chat_params(body)
         wish = read_wish(protocol, raw)
-        prompt, inputs = await self.chat_input(model, protocol, wish)
         grammar = None
         if wish.is_json:
             grammar = await asyncio.to_thread(Grammar.json_schema, model.tokenizer, wish.schema)
+        prompt, inputs = await self.chat_input(model, protocol, wish)
         request = self._request(inputs.request, params, body.priority, grammar)
         usage = Usage(len(request.token_ids), inputs.images, inputs.image_tokens)
         answer_id = f"{_ID_PREFIX[protocol]}-{request_id}"
@@ -213,6 +213,8 @@ class Service:
             return model.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
 
         ids = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        if not all(ids):
+            raise ApiError(400, "prompt: expected at least one token, got none", param="prompt")
         if any(model.tokenizer.image_token_id in prompt for prompt in ids):
             raise ApiError(400, "prompt: expected no image tokens; images need a chat", param="prompt")
         requests = [self._request(Request(token_ids=prompt), params, body.priority, grammar) for prompt in ids]

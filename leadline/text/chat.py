@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ _UNSPELLED = {
 _PLAIN_TOKENS = recipe.SpecialTokens(**_UNSPELLED)
 _EFFORT_NUMBERS = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100}
 _DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 ("
+_NAMED_PLACE = re.compile(r"(messages|input|tools)[.\[][\w.\[\]]*: ")  # how deepseek-recipe says what it means
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
 _VISIBLE = (
@@ -309,7 +311,9 @@ def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> 
         request: recipe.ConversationRequest = REQUESTS[protocol](text).convert(options_for(tokenizer))
         return request
     except recipe.ConversionError as error:
-        raise PromptError(f"{field}: {_reason(error)}") from None
+        reason = _reason(error).removeprefix(".")
+        named = reason if _NAMED_PLACE.match(reason) else f"{field}: {reason}"
+        raise PromptError(named) from None
     except UnicodeEncodeError:
         raise PromptError(f"{field}: expected Unicode text, got a lone surrogate") from None
     except (ValueError, TypeError) as error:
