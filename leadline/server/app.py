@@ -28,7 +28,7 @@ from leadline.server import bodies, metrics
 from leadline.server.answers import Event
 from leadline.server.errors import ApiError, api_error
 from leadline.server.protocol import read_wish
-from leadline.server.service import Job, Service
+from leadline.server.service import Job, Service, cancel
 
 logger = logging.getLogger("leadline.server")
 T = TypeVar("T")
@@ -233,7 +233,10 @@ class _EventStream(Response):
         self._service, self._job, self._path = service, job, path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._send(send))
+        try:
+            await until_gone(receive, self._send(send))
+        finally:
+            cancel(self._job)  # the client may have gone before the first event was asked for
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -269,9 +272,12 @@ async def _run(service: Service, request: Request, making: Awaitable[Job]) -> Re
         await service.submit(job)
         if job.stream:
             return _EventStream(service, job, path)
-        async with aclosing(service.events(job)) as steps:
-            async for _ in steps:
-                pass
+        try:
+            async with aclosing(service.events(job)) as steps:
+                async for _ in steps:
+                    pass
+        finally:
+            cancel(job)
         return _json(job.answers.document())
 
     return await until_gone(request.receive, work())

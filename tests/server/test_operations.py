@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from leadline.errors import CapacityError, CheckpointError, PromptError
-from leadline.server.app import PAGE
+from leadline.server.app import PAGE, create_app
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
 from leadline.testing.fake_engine import FakeEngine
@@ -47,6 +47,40 @@ def test_hanging_up_frees_the_request(server: Running, path: str, body: dict[str
             assert not stream
         assert server.engine.requests
     server.until(lambda: not server.engine.open_streams)
+
+
+def test_hanging_up_before_the_first_event() -> None:
+    """The client goes after the engine has taken the request and before the stream begins."""
+    tokenizer, vision = plain_parts()
+    engine = FakeEngine(tokenizer, "word " * 100, step_seconds=0.01)
+
+    async def run() -> list[Any]:
+        service = Service(ServerSettings(), lambda progress: fake_model(engine, vision))
+        service.model = fake_model(engine, vision)
+        messages: Any = [{"type": "http.request", "body": json.dumps({"prompt": "x", "stream": True}).encode()}]
+        sent, calls = [], 0
+
+        async def receive() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:  # while the request is prepared
+                await asyncio.sleep(60)
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            await asyncio.sleep(0.01)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        scope |= {"http_version": "1.1", "scheme": "http", "server": ("x", 1)}
+        await create_app(service)(scope, receive, send)
+        return sent
+
+    sent = asyncio.run(run())
+    assert len(engine.requests) == 1
+    assert len(sent) <= 1
+    assert not engine.open_streams
 
 
 def test_full_queue(server: Running, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
