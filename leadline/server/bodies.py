@@ -82,19 +82,19 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
-class ChatPromptBody(Body):
-    """What makes the prompt of a chat."""
+class ChatOptions(Body):
+    """What makes the prompt of a chat, besides its messages."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
     thinking: Thinking | None = None
     reasoning_effort: EffortLevel | EffortNumber | None = None
     chat_template_kwargs: Object | None = None
+
+
+class ChatBody(ChatOptions, SamplingBody, Unsupported):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     response_format: ResponseFormat | None = None
-
-
-class ChatBody(ChatPromptBody, SamplingBody, Unsupported):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -181,16 +181,11 @@ class ResponsesBody(SamplingBody):
     truncation: Literal["disabled"] | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ChatOptions):
     """A text, or a conversation as in Chat Completions."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Object] | None = None
-    tool_choice: Literal["auto", "none", "required"] | Object | None = None
-    thinking: Thinking | None = None
-    reasoning_effort: EffortLevel | EffortNumber | None = None
-    chat_template_kwargs: Object | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
