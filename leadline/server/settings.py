@@ -16,7 +16,7 @@ class ServerSettings:
     image_urls: fetch https images from public addresses. image_seconds: for each of them, all in all.
     request_seconds: after which a request ends with an error; None for never.
     drain_seconds: for running requests when the server is told to stop.
-    log_prompts: write prompts and answers into the log.
+    log_prompts: write prompts into the log.
     """
 
     names: tuple[str, ...] = ("leadline",)
