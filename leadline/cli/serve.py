@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from leadline.cli import options
+from leadline.engine.thread import AsyncEngine
 from leadline.llm import LLM
 from leadline.server.run import run
 from leadline.server.service import Progress, ServedModel, Service
@@ -73,6 +74,18 @@ def serve(
             max_cache_tokens=max_cache_tokens,
             progress=progress,
         )
-        return ServedModel.of(llm)
+        return _served(llm, max_cache_tokens)
 
     run(Service(settings, load), host, port)
+
+
+def _served(llm: LLM, cache_tokens: int) -> ServedModel:
+    context = min(llm.config.max_position_embeddings, cache_tokens)
+    return ServedModel(
+        tokenizer=llm.tokenizer,
+        vision=llm.config.vision,
+        encode_images=llm.model.encode_images,
+        engine=AsyncEngine(llm.core),
+        max_model_len=min(context, llm.max_model_len or context),
+        cache_tokens=cache_tokens,
+    )

@@ -89,7 +89,7 @@ def test_small_model_end_to_end() -> None:
             text = client.completions.create(prompt="The", **asked).choices[0].text
             streamed = client.completions.create(prompt="The", **asked, stream=True)
             assert "".join(piece.choices[0].text for piece in streamed) == text
-            assert claude.messages.create(messages=ASK, **asked).usage.output_tokens <= 12
+            assert claude.messages.create(model=model.id, messages=ASK, max_tokens=12).usage.output_tokens <= 12
             answer = client.responses.create(model=model.id, input="hi", max_output_tokens=12, temperature=0)
             assert answer.usage is not None
             off = {"thinking": {"type": "disabled"}}
@@ -122,10 +122,11 @@ def test_killed_in_a_stream_leaves_nothing_behind() -> None:
     with process() as (child, url, _):
         body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             child.kill()
             with pytest.raises(httpx.HTTPError):
-                list(response.iter_lines())
+                list(lines)
     port = url.rpartition(":")[2]
     start = time.monotonic()
     with process("--port", port) as (_, again, _log):
