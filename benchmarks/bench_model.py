@@ -1,8 +1,8 @@
 """Speed of the whole model on this machine: one-stream decode, prefill, growth with context.
 
-The small default model (12 layers, width 384, 16 experts). The rival is the straight form of the same model: no cache,
-a full forward over the whole text for each new token. Before any figure is printed both forms must choose the same
-tokens with the same logits.
+The small default model (12 layers, width 384, 16 experts). The rival is the straight form of the same model: module by
+module, a loop over the experts, nothing carried, a full forward of every layer over the whole text for each new token.
+Before any figure is printed both forms must choose the same tokens with the same logits.
 
     python benchmarks/bench_model.py [--threads N]
 """

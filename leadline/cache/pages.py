@@ -13,6 +13,9 @@ class PageAllocator:
 
     A page is free when its count is zero. The lowest free numbers are not preferred: the most recently freed page is
     reused first, since its memory is likely to be warm.
+
+    One holder of a page may be the prefix cache: `keep` and `drop` mark its reference, so that the pages which nothing
+    else holds are counted as they come and go. These are what the prefix cache can give up.
     """
 
     def __init__(self, num_pages: int, what: str, option: str) -> None:
@@ -21,10 +24,20 @@ class PageAllocator:
         self._option = option
         self._free = list(range(num_pages - 1, -1, -1))
         self._ref_count = [0] * num_pages
+        self._is_kept = bytearray(num_pages)
+        self._num_idle = 0
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self._num_idle
+
+    def ref_count(self, page: int) -> int:
+        return self._ref_count[page]
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, each with one reference.
@@ -45,6 +58,7 @@ class PageAllocator:
     def share(self, page: int) -> None:
         """Add a reference to a page that is in use."""
         assert self._ref_count[page] > 0, f"{self._what}: page {page} is free"
+        self._num_idle -= self._is_kept[page] and self._ref_count[page] == 1
         self._ref_count[page] += 1
 
     def release(self, page: int) -> None:
@@ -53,3 +67,18 @@ class PageAllocator:
         self._ref_count[page] -= 1
         if self._ref_count[page] == 0:
             self._free.append(page)
+        self._num_idle += self._is_kept[page] and self._ref_count[page] == 1
+
+    def keep(self, page: int) -> None:
+        """One of the page's references, the caller's, is the prefix cache's from now on."""
+        assert self._ref_count[page] > 0, f"{self._what}: page {page} is free"
+        assert not self._is_kept[page], f"{self._what}: page {page} is kept twice"
+        self._is_kept[page] = True
+        self._num_idle += self._ref_count[page] == 1
+
+    def drop(self, page: int) -> None:
+        """Release the reference of a kept page."""
+        assert self._is_kept[page], f"{self._what}: page {page} is not kept"
+        self._num_idle -= self._ref_count[page] == 1
+        self._is_kept[page] = False
+        self.release(page)

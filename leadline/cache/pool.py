@@ -20,6 +20,7 @@ wrote is unreachable and overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,6 +46,15 @@ def _plane(num_rows: int, num_bytes: int, device: torch.device, poison: bool) ->
     return torch.zeros((num_rows, num_bytes), dtype=torch.uint8, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A tensor [rows, bytes] uint8 of which page `p` is the rows from `p * rows_per_page` on."""
+
+    name: str
+    tensor: Tensor
+    rows_per_page: int
+
+
 class RowPool:
     """Rows of one kind for all pages: two byte planes."""
 
@@ -59,6 +69,12 @@ class RowPool:
         values, scales = self.layout.pack(x_NC)
         self.values.index_copy_(0, row_idx_N, values)
         self.scales.index_copy_(0, row_idx_N, scales)
+
+    def planes(self, name: str, rows_per_page: int) -> list[Plane]:
+        return [
+            Plane(name + ".values", self.values, rows_per_page),
+            Plane(name + ".scales", self.scales, rows_per_page),
+        ]
 
 
 class KVCache:
@@ -90,7 +106,7 @@ class KVCache:
         self.max_sequences = max_sequences
         self.max_step_tokens = max_step_tokens
         num_pages = -(-max_tokens // PAGE_TOKENS)
-        live_pages = -(-(self.window + MAX_ROLLBACK) // PAGE_TOKENS) + 1
+        live_pages = -(-(max(self.window, PAGE_TOKENS) + MAX_ROLLBACK) // PAGE_TOKENS) + 1
         num_window_pages = max_sequences * (live_pages + 1) + -(-max_step_tokens // PAGE_TOKENS) + max_snapshots
         self.pages = PageAllocator(num_pages, "KV pages", "max_tokens")
         self.window_pages = PageAllocator(num_window_pages, "window pages", "max_sequences or lower max_step_tokens")
@@ -110,6 +126,22 @@ class KVCache:
             (len(self.pair_sources), max_sequences, STATE_ROWS, 2, config.head_dim), nan, device=device
         )
         self.recent_ids = torch.full((max_sequences, RECENT_ROWS), -1, dtype=torch.int64, device=device)
+
+    def page_planes(self) -> list[Plane]:
+        """Every tensor that holds the bytes of global pages.
+
+        With `window_planes` all that has to be moved to go on elsewhere after a page border, which closes every group:
+        the ids that n-grams look back at are known to whoever resumes.
+        """
+        planes = []
+        for source, ratio in self.ratios.items():
+            for name, pools in (("compressed", self.compressed), ("keys", self.keys)):
+                planes += pools[source].planes(f"{name}.{source}", PAGE_TOKENS // ratio)
+        return planes
+
+    def window_planes(self) -> list[Plane]:
+        """Every tensor that holds the bytes of window pages."""
+        return [plane for i, pool in enumerate(self.windows) for plane in pool.planes(f"windows.{i}", PAGE_TOKENS)]
 
     def open(self) -> Sequence:
         """A new, empty sequence.

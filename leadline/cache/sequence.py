@@ -82,6 +82,15 @@ class Sequence:
         self.fixed_length = max(self.fixed_length, border)
         return self.pages[index]
 
+    def adopt_page(self, index: int, page: int) -> None:
+        """Read the tokens of a full page from another one with the same rows, and give the own page back."""
+        assert (index + 1) * PAGE_TOKENS <= self.length, f"page {index} of {self.length} tokens is not full"
+        self._cache.pages.share(page)
+        self._cache.pages.release(self.pages[index])
+        self.pages[index] = page
+        self.fixed_length = max(self.fixed_length, (index + 1) * PAGE_TOKENS)
+        self._rows.clear()
+
     def reserve(self, length: int) -> None:
         """Make room for positions below `length`. All or nothing.
 
@@ -117,8 +126,9 @@ class Sequence:
     def advance(self, length: int) -> None:
         """Positions below `length` are processed now; window pages that nothing can reach any more are released."""
         self.length = length
-        # The next token looks back window - 1 rows, a draft block the whole window.
-        oldest = max(0, length - self._cache.window - MAX_ROLLBACK)
+        # The next token looks back window - 1 rows, a draft block the whole window. One page at least, so that the last
+        # border's window can be kept also where the window is shorter than that.
+        oldest = max(0, length - max(self._cache.window, PAGE_TOKENS) - MAX_ROLLBACK)
         for i in range(self._first_live, oldest // PAGE_TOKENS):
             self._cache.window_pages.release(self.window_pages[i])
             self.window_pages[i] = -1

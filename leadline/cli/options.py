@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
@@ -18,6 +20,7 @@ from leadline.llm import LLM
 
 DEFAULTS = SamplingParams()
 LONG_PROMPT = 1024  # tokens; shorter prompts need no progress bar
+ONE_THREAD_WIDTH = 1024  # up to this hidden size a token's products are too short to be worth waiting for a thread
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="Checkpoint folder or hub id; empty: the small random model.")
@@ -41,14 +44,18 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer;
 
 
 def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, max_model_len: int | None) -> LLM:
-    """Load the model with a progress bar on stderr. The default model is announced as what it is."""
+    """Load the model with a progress bar on stderr. The default model is announced as what it is.
+
+    A small model then computes with one thread, unless OMP_NUM_THREADS says how many: two gain a tenth on an idle
+    machine, and lose a factor of ten or more on a busy one (docs/log.md).
+    """
     console = Console(stderr=True)
     if not model:
         console.print(
             "no --model given: using the small model with random weights, its text has no meaning", style="dim"
         )
     with progress_bar("loading", DownloadColumn()) as report:
-        return LLM(
+        llm = LLM(
             model or None,
             weights=weights,
             prefill=prefill,
@@ -56,6 +63,9 @@ def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, ma
             max_model_len=max_model_len,
             progress=report,
         )
+    if llm.config.hidden_size <= ONE_THREAD_WIDTH and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return llm
 
 
 @contextmanager

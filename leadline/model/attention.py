@@ -12,7 +12,7 @@ from leadline.cache.pool import KVCache
 from leadline.checkpoint.source import WeightSource
 from leadline.config.layers import LayerMode, LayerSpec
 from leadline.config.model import ModelConfig
-from leadline.formats.rows import DenseRows
+from leadline.formats.rows import DenseRows, Rows
 from leadline.model.compressor import Compressor
 from leadline.model.indexer import Indexer
 from leadline.model.shared import SharedAttention
@@ -122,7 +122,9 @@ class Attention:
             shared = shared.narrow(queried)
         q = w.queries(qr, cos, sin)
         pool_row_U, window_idx_TW = queried.windows(step.floors(layer))
-        window = DenseRows(cache.windows[layer].rows.gather(pool_row_U))
+        window: Rows = cache.windows[layer].rows
+        if pool_row_U is not None:  # queries share rows: decode each once
+            window = DenseRows(window.gather(pool_row_U))
         rows, idx_TK = (None, None) if shared is None else (shared.rows, shared.selected_idx_TK)
         o = sparse_attention(q, window, window_idx_TW, rows, idx_TK, w.attn_sink, self.scale)
         return w.output(o, cos, sin), shared

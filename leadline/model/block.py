@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from leadline.checkpoint.source import WeightSource
 from leadline.config.model import ModelConfig
-from leadline.ops.experts import ExpertWeights, moe, shared_expert
+from leadline.ops.experts import ExpertWeights, moe
 from leadline.ops.hyper import collapse, expand, mix_coefficients
 from leadline.ops.linear import Weight
 from leadline.ops.norm import rms_norm
@@ -46,14 +47,13 @@ class MoE:
         if not use_bias_vl:  # stored with draft stages too, but never used there
             self.bias_vl = None
 
-        def experts(name: str) -> Iterator[Weight]:
-            return (weights.linear(f"{prefix}experts.{e}.{name}") for e in range(num_experts))
+        # The shared expert is the last one: every token names it, with weight 1.
+        names = [*(f"{prefix}experts.{e}." for e in range(num_experts)), prefix + "shared_experts."]
+
+        def experts(matrix: str) -> Iterator[Weight]:
+            return (weights.linear(name + matrix) for name in names)
 
         self.experts = ExpertWeights(experts("w1"), experts("w3"), experts("w2"))
-        self.shared_w13 = Weight.stack(
-            [weights.linear(prefix + "shared_experts.w1"), weights.linear(prefix + "shared_experts.w3")]
-        )
-        self.shared_w2 = weights.linear(prefix + "shared_experts.w2")
 
     def route(self, x_TD: Tensor, image_T: Tensor | None) -> tuple[Tensor, Tensor]:
         """Expert ids int64 [T, K], best first, and their fp32 weights."""
@@ -71,9 +71,9 @@ class MoE:
         if trace is not None:
             trace("experts", expert_TK)
             trace("expert_weights", weight_TK)
-        xq = act_quant(x_TD)
-        out = moe(xq, expert_TK, weight_TK, self.experts, limit)
-        return (out + shared_expert(xq, self.shared_w13, None, self.shared_w2, limit)).bfloat16()
+        shared = self.gate.shape[0]
+        expert_TK, weight_TK = pad(expert_TK, (0, 1), value=shared), pad(weight_TK, (0, 1), value=1.0)
+        return moe(act_quant(x_TD), expert_TK, weight_TK, self.experts, limit).bfloat16()
 
 
 Trace = Callable[[str, Tensor], None]  # a test or `verify` looks at inner values by name

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from leadline.cache.pool import RECENT_ROWS, STATE_ROWS, KVCache
 from leadline.cache.sequence import Sequence
@@ -83,7 +84,7 @@ class ActiveRows:
         for start, end in zip(starts, step.ends, strict=True):
             self.offsets.append(self.offsets[-1] + end - start)
         self.stored_rows: Tensor | None = None  # window pool rows of these positions, made when first stored
-        self._windows: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._windows: dict[tuple[int, ...], tuple[Tensor | None, Tensor]] = {}
         self._visible: dict[int, Tensor] = {}
 
     @property
@@ -116,13 +117,14 @@ class ActiveRows:
             visible = self._visible[ratio] = (self.position_T + 1) // ratio
         return visible
 
-    def windows(self, floors: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def windows(self, floors: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         """Window rows that these rows see as queries.
 
         Row at position p of run i sees positions max(floors[i], p - W + 1)..p.
 
         Returns:
-            pool_row_U: int64, pool rows of all positions seen by any of the rows.
+            pool_row_U: int64, pool rows of all positions seen by any of the rows; None for a single row, whose
+                indices name pool rows directly.
             window_idx_TW: int64, indices into `pool_row_U`, -1 = nothing.
         """
         made = self._windows.get(floors)
@@ -130,8 +132,15 @@ class ActiveRows:
             made = self._windows[floors] = self._make_windows(floors)
         return made
 
-    def _make_windows(self, floors: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def _make_windows(self, floors: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         width = self._step.window
+        if self.num_rows == 1:
+            i = self.offsets.index(1) - 1
+            end = self.ends[i]
+            first = max(end - width, 0)
+            base = max(first, floors[i])
+            seen_U = self._step.runs[i].sequence.window_rows(base, end)
+            return None, pad(seen_U, (base - first, width - (end - first)), value=-1).unsqueeze(0)
         pool_rows, idx = [], []
         num_seen = 0
         column_W = torch.arange(width, device=self._step.device)
@@ -198,7 +207,7 @@ class StepBatch:
         self.window = config.sliding_window
         self.device = cache.device
         for run in runs:
-            _check_run(run, config, cache)
+            _check_run(run, config)
         self.starts = tuple(run.sequence.length for run in runs)
         self.ends = tuple(s + run.token_ids.shape[0] for s, run in zip(self.starts, runs, strict=True))
         ids = [run.token_ids for run in runs]
@@ -207,7 +216,18 @@ class StepBatch:
         self._new_rows: dict[int, NewRows] = {}
         self.all_rows = ActiveRows(self, self.starts)
         made: dict[tuple[int, ...], ActiveRows] = {self.starts: self.all_rows}
-        needed = [layer_starts(run, config.num_hidden_layers, plan.split_layer, self.window) for run in runs]
+        needed = [
+            layer_starts(
+                run.prefill,
+                run.prompt_length,
+                run.logits_from,
+                run.keep_from,
+                num_layers=config.num_hidden_layers,
+                split_layer=plan.split_layer,
+                window=self.window,
+            )
+            for run in runs
+        ]
         self.needed = needed
         self.rows: list[ActiveRows] = []
         for k in range(config.num_hidden_layers + 1):
@@ -315,27 +335,38 @@ class StepBatch:
             seq.advance(self.ends[i])
 
 
-def layer_starts(run: Run, num_layers: int, split_layer: int, window: int) -> list[int]:
+def layer_starts(
+    prefill: Prefill,
+    prompt_length: int,
+    logits_from: int,
+    keep_from: int | None,
+    *,
+    num_layers: int,
+    split_layer: int,
+    window: int,
+) -> list[int]:
     """First position that each layer has to work on, and last of all the first whose logits are wanted.
+
+    The first four arguments are those of `Run`.
 
     Layers up to `split_layer` see everything, because compressed rows need every token. Above it a layer must store
     the window rows of the prompt's last window and whatever the layer above it looks at: a halo that shrinks by
     window - 1 rows per layer (architecture.md 6.2); under "replay" only the last window (6.3). Positions, not lengths:
     the answer does not depend on how the prompt is cut into runs.
     """
-    last_window = max(0, run.prompt_length - window)
-    kept = last_window if run.keep_from is None else min(last_window, run.keep_from)
+    last_window = max(0, prompt_length - window)
+    kept = last_window if keep_from is None else min(last_window, keep_from)
     starts = [0] * (num_layers + 1)
-    starts[num_layers] = max(0, run.logits_from)
+    starts[num_layers] = max(0, logits_from)
     for k in range(num_layers - 1, split_layer, -1):
-        if run.prefill == "halo":
+        if prefill == "halo":
             starts[k] = max(0, min(kept, starts[k + 1] - (window - 1)))
-        elif run.prefill == "replay":
+        elif prefill == "replay":
             starts[k] = last_window
     return starts
 
 
-def _check_run(run: Run, config: ModelConfig, cache: KVCache) -> None:
+def _check_run(run: Run, config: ModelConfig) -> None:
     ids = run.token_ids
     if ids.dtype != torch.int64 or ids.ndim != 1 or ids.shape[0] == 0:
         raise PromptError(f"token_ids: expected int64 [n] with n >= 1, got {ids.dtype} {list(ids.shape)}")

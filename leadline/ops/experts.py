@@ -1,4 +1,4 @@
-"""Mixture of experts: the routed experts of a layer, and its shared expert."""
+"""Mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leadline.ops.reference import experts as reference
 
 
 class ExpertWeights:
-    """The routed experts of one layer. w1 and w3 read the same input, so they are stacked into one product.
+    """The experts of one layer. w1 and w3 read the same input, so they are stacked into one product.
 
     w13: per expert [2F, D], w1's rows first; w2: per expert [D, F].
     """
@@ -43,7 +43,7 @@ def moe(
     Args:
         xq_TD: [T, D] bf16, act-quantised. expert_TK: int64 [T, K], distinct ids per token. weight_TK: fp32 [T, K].
         swiglu_limit: L. The gate branch is clamped from above only.
-    Returns: fp32 [T, D], the shared expert not included. T = 0 is fine.
+    Returns: fp32 [T, D]. T = 0 is fine. A shared expert is one that every token names, with weight 1.
     Numerics: products round to bf16, SwiGLU and weighting in fp32, one rounding to bf16 before the quantisation; the
         sum is fp32 in ascending expert id. Bitwise independent of other tokens. Reads expert_TK on the host.
     Memory: about 20 bytes for each of T * K * F values.
@@ -61,23 +61,4 @@ def moe(
     return out
 
 
-def shared_expert(
-    xq_TD: Tensor, w1: Weight, w3: Weight | None, w2: Weight, swiglu_limit: float, *, impl: str | None = None
-) -> Tensor:
-    """The same formula for one expert that sees every token, without a routing weight.
-
-    xq_TD: [T, D] bf16, act-quantised. w1, w3: [F, D]; faster is w1 = Weight.stack((w1, w3)), [2F, D], with w3 = None.
-    w2: [D, F]. Returns bf16 [T, D]. T = 0 is fine. Numerics and Raises as `moe`.
-    """
-    F = w2.shape[1]
-    if xq_TD.dtype is not torch.bfloat16 or w1.shape[0] + (w3.shape[0] if w3 is not None else 0) != 2 * F:
-        raise OperatorError(
-            f"shared_expert: expected bf16 x and w1, w3 with {2 * F} rows together, got {xq_TD.dtype}, {w1.shape} and "
-            f"{w3 and w3.shape}; check the checkpoint"
-        )
-    out: Tensor = dispatch.choose("shared_expert", impl, xq_TD.device)(xq_TD, w1, w3, w2, swiglu_limit)
-    return out
-
-
 dispatch.register("moe", "reference", reference.moe)
-dispatch.register("shared_expert", "reference", reference.shared_expert)

@@ -29,6 +29,7 @@ class Weight:
     codes: Tensor | None = None
     scale: Tensor | None = None
     dense: Tensor | None = None
+    _is_packed: bool = False  # `dense` is in the form of `operand`
 
     @classmethod
     def from_bf16(cls, dense: Tensor) -> Weight:
@@ -74,13 +75,26 @@ class Weight:
     def dense_NK(self) -> Tensor:
         """bf16 [N, K]: the kept values, or decoded for this call. Exact (rounds only at bf16 subnormals)."""
         if self.dense is not None:
-            return self.dense
+            return self.dense.to_dense() if self.dense.is_mkldnn else self.dense
         N = self.shape[0]
         codes = _stored(self.codes).view(torch.uint8)
         scale = _stored(self.scale).view(torch.uint8)
         if self.kind == "fp4":
             return fp4.dequantize_fp4_e8m0(codes, scale)
         return fp8.dequantize_e4m3_e8m0(codes, scale.repeat_interleave(fp8.BLOCK, dim=0)[:N])
+
+    def operand(self) -> Tensor:
+        """The bf16 values as `linear` multiplies with them.
+
+        A weight that is kept dense on a CPU is packed for the library's kernel at first use and stays in that form
+        only: equal values in equal memory.
+        """
+        if self.dense is None:
+            return self.dense_NK()
+        if not self._is_packed:
+            self.dense = reference.packed(self.dense)
+            self._is_packed = True
+        return self.dense
 
     def densified(self) -> Weight:
         """The same values as a bf16 weight; four (FP4) or two (FP8) times the memory, no decoding per call."""
@@ -104,8 +118,7 @@ def linear(x_TK: Tensor, weight: Weight, *, impl: str | None = None) -> Tensor:
             f"linear x_TK: expected bf16 [T, {weight.shape[1]}], got {x_TK.dtype} {list(x_TK.shape)}; "
             "check the order of the layers"
         )
-    w = weight.dense
-    out: Tensor = dispatch.choose("linear", impl, x_TK.device)(x_TK, weight.dense_NK() if w is None else w)
+    out: Tensor = dispatch.choose("linear", impl, x_TK.device)(x_TK, weight.operand())
     return out
 
 

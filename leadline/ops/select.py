@@ -22,7 +22,7 @@ Numerics: products, rectification and sum over heads in fp32, not rounded to bf1
 Memory: temporaries stay within BUDGET_BYTES whatever T and M; nothing of size T * M is built.
 Time: linear in the rows scored. No row is scored if every query sees at most k rows, or if blocks restrict nothing.
 Raises: OperatorError on shapes, dtypes or counts that do not fit, and if physical_M is shorter than the visible rows.
-Source: architecture.md 4.7, 4.8, 9 (items 2 to 5, 23); design.md D4.
+Source: architecture.md 4.7, 4.8, 9 (items 2 to 5, 23).
 """
 
 from __future__ import annotations

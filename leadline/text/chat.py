@@ -48,7 +48,7 @@ _NAMED_PLACE = re.compile(r"(messages|input|tools)[.\[][\w.\[\]]*: ")  # how dee
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
 _VISIBLE = (
-    *("<think>", "</think>", "｜DSML｜"),
+    *("</think>", "｜DSML｜"),
     *(
         "<｜ref｜>",
         "<｜/ref｜>",

@@ -170,7 +170,7 @@ def test_replay_of_a_prompt_within_the_window_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(2))
-def test_alone_equals_among_others(name: str, seed: int) -> None:
+def test_f2_alone_equals_among_others(name: str, seed: int) -> None:
     model, rng = load(name), random.Random(seed)
     has_image = model.vision is not None
     plans = {  # chunks by step; 0 = not part of the step
@@ -202,7 +202,7 @@ def test_alone_equals_among_others(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["candidates", "everything"])
-def test_copies_in_one_batch_are_equal(name: str) -> None:
+def test_f10_copies_in_one_batch_are_equal(name: str) -> None:
     model = load(name)
     tokens = text(model, 23)
     expected = one_shot(model, tokens)
@@ -247,7 +247,7 @@ def test_open_group_waits_while_others_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("prompt", [24, 25])
-def test_rolled_back_blocks_leave_no_trace(name: str, prompt: int) -> None:
+def test_f18_rolled_back_blocks_leave_no_trace(name: str, prompt: int) -> None:
     model = load(name)
     block = MAX_ROLLBACK + 1
     tokens = text(model, prompt + 80, seed=7)

@@ -51,7 +51,7 @@ def test_allocator_against_reference_counts(seed: int) -> None:
 
 def live_window_entries(cache: KVCache, longest: int, room: int) -> list[int]:
     """Pages of the window that a sequence whose length was at most `longest` must hold, with room for `room`."""
-    oldest = max(0, longest - cache.window - MAX_ROLLBACK)
+    oldest = max(0, longest - max(cache.window, PAGE_TOKENS) - MAX_ROLLBACK)
     return list(range(oldest // PAGE_TOKENS, -(-room // PAGE_TOKENS)))
 
 

@@ -75,7 +75,7 @@ def test_generated_triples_have_the_markov_distribution(drafts):
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
-def test_greedy_equals_plain_greedy(drafts, noise):
+def test_f18_greedy_equals_plain_greedy(drafts, noise):
     model = FakeModel(draft_noise=noise)
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     prompts = [[5], [7, 8, 9], [4] * 70]
@@ -127,7 +127,7 @@ def test_the_cut_is_before_the_first_doubtful_draft():
 
 
 @pytest.mark.parametrize("drafts", [0, -1, 6, 7])
-def test_illegal_draft_counts_are_refused_at_the_start(drafts):
+def test_f18_illegal_draft_counts_are_refused_at_the_start(drafts):
     model = FakeModel()
     cache = model.new_cache(max_tokens=512, max_sequences=1)
     with pytest.raises(RequestError, match="max_drafts: expected 1 to 5"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leadline.ops.reference.linear import linear_f32
+from leadline.ops.reference.scalar import scalar
 
 # Up to this many tokens, balancing each in plain Python floats (about 17 us) is cheaper than 40 rounds of array calls.
 _FEW_TOKENS = 8
@@ -18,7 +19,7 @@ def mix_coefficients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, S, D = h_TSD.shape
     x = h_TSD.reshape(T, S * D).float()
-    n = x.square().mean(-1, True).add_(norm_eps).rsqrt_()
+    n = x.square().mean(-1, True).add_(scalar(norm_eps)).rsqrt_()
     return split(linear_f32(x, fn).mul_(n), base, scale, S, iters, eps)
 
 
@@ -26,9 +27,9 @@ def split(m: Tensor, base: Tensor, scale: Tensor, S: int, iters: int, eps: float
     """Raw coefficients [T, (2+S)*S] to (pre, post, comb)."""
     z = m * scale.index_select(0, _scale_of(S, m.device)) + base
     # Not torch.sigmoid: its last elements of a call go through another exponential, so rows would depend on neighbours.
-    gate = z[:, : 2 * S].neg().exp_().add_(1).reciprocal_()
-    comb = z[:, 2 * S :].reshape(-1, S, S).softmax(-1).add_(eps)
-    return gate[:, :S] + eps, gate[:, S:] * 2, _balance(comb, 2 * iters - 1, eps)
+    gate = z[:, : 2 * S].neg().exp_().add_(scalar(1.0)).reciprocal_()
+    comb = z[:, 2 * S :].reshape(-1, S, S).softmax(-1).add_(scalar(eps))
+    return gate[:, :S] + scalar(eps), gate[:, S:] * scalar(2.0), _balance(comb, 2 * iters - 1, eps)
 
 
 def collapse(h_TSD: Tensor, pre_TS: Tensor) -> Tensor:

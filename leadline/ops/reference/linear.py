@@ -5,56 +5,96 @@ which sum in another order. Within calls of one shape it does not depend on the 
 tiles of a fixed number of rows, and bf16 ones do where a trial on this machine shows that they must (docs/log.md).
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
 
-_TILE_ROWS = 16
+_TILE_ROWS = 8  # one row costs less than in tiles of 16, and many rows no more
 # Row counts of the trial: the smallest ones, powers of two and their neighbours. One call of the last is the standard.
 _TRIAL_ROWS = (1, 2, 3, 4, 6, 8, 9, 15, 16, 24, 32, 33, 64, 100, 128, 256, 300, 512)
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
 
 def linear(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-    N, K = w_NK.shape
-    if x_TK.device.type == "cpu" and not _rows_are_independent(N, K, x_TK.dtype, torch.get_num_threads()):
-        return _in_tiles(x_TK, w_NK)
-    return F.linear(x_TK, w_NK)
+    """w_NK: dense, or as `packed` gives it."""
+    product = _packed_product if w_NK.is_mkldnn else F.linear
+    if x_TK.device.type == "cpu" and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
+        return _in_tiles(product, x_TK, w_NK)
+    return product(x_TK, w_NK)
 
 
 def linear_f32(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-    return _in_tiles(x_TK.float(), w_NK)
+    return _in_tiles(F.linear, x_TK.float(), w_NK)
 
 
 def grouped_linear(x_TGI: Tensor, w_NI: Tensor) -> Tensor:
-    G = x_TGI.shape[1]
+    T, G, _ = x_TGI.shape
     w_GYI = w_NI.view(G, -1, w_NI.shape[1])
-    # One product per group: the batched product of torch picks another kernel for one row than for many.
+    if x_TGI.device.type != "cpu" or _rows_are_independent(_grouped_product, w_GYI.shape, torch.get_num_threads()):
+        return _grouped_product(x_TGI, w_GYI).reshape(T, w_NI.shape[0])
     return torch.cat([linear(x_TGI[:, g], w_GYI[g]) for g in range(G)], dim=-1)
 
 
-def _in_tiles(x_TK: Tensor, w_NK: Tensor) -> Tensor:
-    T, K = x_TK.shape
-    if T == _TILE_ROWS:
-        return F.linear(x_TK, w_NK)
-    whole = T - T % _TILE_ROWS
-    out_TN = x_TK.new_empty(-(-T // _TILE_ROWS) * _TILE_ROWS, w_NK.shape[0])
-    w_KN = w_NK.t()
-    for first in range(0, whole, _TILE_ROWS):
-        torch.mm(x_TK[first : first + _TILE_ROWS], w_KN, out=out_TN[first : first + _TILE_ROWS])
-    if whole < T:
-        padded = x_TK.new_zeros(_TILE_ROWS, K)
-        padded[: T - whole] = x_TK[whole:]
-        torch.mm(padded, w_KN, out=out_TN[whole:])
-    return out_TN[:T]
+def packed(w_NK: Tensor) -> Tensor:
+    """A bf16 weight in the layout of the library's CPU kernel; elsewhere as it is. `to_dense` gives it back.
+
+    A product with a plain weight packs it again in every call, which for one row is most of the work.
+    """
+    if w_NK.device.type != "cpu" or not _can_pack():
+        return w_NK
+    out: Tensor = torch.ops.mkldnn._reorder_linear_weight(w_NK, 1)
+    return out
 
 
 @cache
-def _rows_are_independent(N: int, K: int, dtype: torch.dtype, num_threads: int) -> bool:
-    """Whether products with a weight [N, K] give a row the same bits whatever the number of rows, by trial."""
+def _can_pack() -> bool:
+    has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packed_product(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+    out: Tensor = _pointwise()(x_TK, w_NK, None, "none", (), "")
+    return out
+
+
+@cache
+def _pointwise() -> Callable[..., Tensor]:
+    op: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default  # the look-up costs as much as the call
+    return op
+
+
+def _grouped_product(x_TGI: Tensor, w_GYI: Tensor) -> Tensor:
+    return torch.bmm(x_TGI.transpose(0, 1), w_GYI.transpose(1, 2)).transpose(0, 1)
+
+
+def _in_tiles(product: Product, x_TK: Tensor, w_NK: Tensor) -> Tensor:
+    T = x_TK.shape[0]
+    missing = -T % _TILE_ROWS if T else _TILE_ROWS
+    if missing:
+        x_TK = pad(x_TK, (0, 0, 0, missing))
+    parts = [product(x_TK[first : first + _TILE_ROWS], w_NK) for first in range(0, T + missing, _TILE_ROWS)]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:T]
+
+
+@cache
+def _rows_are_independent(product: Product, shape: torch.Size, num_threads: int) -> bool:
+    """Whether bf16 products with a weight of this shape give a row the same bits for any number of rows, by trial.
+
+    The exact result is nearly zero: the inputs of each pair cancel. What is left is the rounding of the sums, and no
+    rounding of the result hides that they ran in another order.
+    """
+    *groups, N, K = shape
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_TRIAL_ROWS[-1], K, generator=generator).to(dtype)
-    w = torch.randn(N, K, generator=generator).to(dtype)
-    standard = F.linear(x, w)
-    return all(torch.equal(F.linear(x[-rows:], w), standard[-rows:]) for rows in _TRIAL_ROWS)
+    order_K = torch.randperm(K, generator=generator)
+    x = torch.randn(_TRIAL_ROWS[-1], *groups, -(-K // 2), generator=generator).bfloat16()
+    w = torch.randn(*groups, N, -(-K // 2), generator=generator).bfloat16()
+    x, w = torch.cat((x, -x), dim=-1)[..., order_K], torch.cat((w, w), dim=-1)[..., order_K]
+    if product is _packed_product:
+        w = packed(w)
+    standard = product(x, w)
+    return all(torch.equal(product(x[-rows:], w), standard[-rows:]) for rows in _TRIAL_ROWS)

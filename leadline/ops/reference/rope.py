@@ -34,9 +34,10 @@ def angles(position_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     rope_dim = cos.shape[-1] * 2
     turn = torch.complex(cos, -sin if inverse else sin)
-    for _ in range(x.dim() - cos.dim()):
-        turn = turn.unsqueeze(1)
-    plain, turning = x[..., :-rope_dim], x[..., -rope_dim:]
+    if x.dim() > 2:
+        turn = turn.view(-1, *[1] * (x.dim() - 2), rope_dim // 2)
+    out = x.clone(memory_format=torch.contiguous_format)
+    turning = out[..., -rope_dim:]
     pairs = torch.view_as_complex(turning.float().view(*turning.shape[:-1], rope_dim // 2, 2))
-    turned = torch.view_as_real(pairs * turn).flatten(-2).bfloat16()
-    return torch.cat((plain, turned), -1) if plain.shape[-1] else turned
+    turning.copy_(torch.view_as_real(pairs.mul_(turn)).view(turning.shape))
+    return out

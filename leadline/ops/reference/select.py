@@ -128,7 +128,7 @@ class _Scorer:
         _, self.num_heads, width = q_TJX.shape
         self.q = q_TJX.float().view(-1, width)
         self.head_weight_T1J = head_weight_TJ.unsqueeze(1)
-        self.rows = self.q.new_zeros(0, width)
+        self.rows = self.q.new_empty(0, width)
         self.products = self.q.new_empty(0)  # reused: fresh memory costs as much as the product
 
     def load(self, row_NX: Tensor) -> None:
@@ -136,7 +136,7 @@ class _Scorer:
         self.num_rows = row_NX.shape[0]
         self.width = -(-self.num_rows // _ALIGN) * _ALIGN
         if self.rows.shape[0] < self.width:
-            self.rows = self.rows.new_zeros(self.width, row_NX.shape[1])
+            self.rows = self.rows.new_empty(self.width, row_NX.shape[1])
         self.rows[: self.num_rows].copy_(row_NX)
 
     def group_size(self) -> int:

@@ -1,0 +1,81 @@
+"""The command line on the real small model, which the first command of a newcomer runs: pictures in, text out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from leadline.checkpoint.random_model import default_config
+from leadline.cli import main as cli_main
+from leadline.text.images import resize_plan
+from tests.model.driver import MODELS
+
+pytestmark = pytest.mark.tiny
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = {}
+    for name, size, colour in (("red", (90, 60), "red"), ("blue", (90, 60), "blue"), ("large", (400, 300), "green")):
+        paths[name] = folder / f"{name}.png"
+        Image.new("RGB", size, colour).save(paths[name])
+    return paths
+
+
+def generate(*args: str | Path) -> dict[str, Any]:
+    command = ["generate", "What is this?", "--json", "-n", "6", "-t", "0", *map(str, args)]
+    result = CliRunner().invoke(cli_main.app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def test_generate_reads_pictures(pictures: dict[str, Path]) -> None:
+    vision = default_config().vision
+    assert vision is not None
+    text_only = generate()
+    answers = {name: generate("--image", path) for name, path in pictures.items()}
+    both = generate("--image", pictures["red"], "--image", pictures["large"])
+    sizes = {"red": resize_plan(90, 60, vision).num_tokens, "large": resize_plan(400, 300, vision).num_tokens}
+    assert sizes["red"] < sizes["large"]
+    length = len(text_only["prompt_token_ids"])
+    assert len(answers["red"]["prompt_token_ids"]) == length + sizes["red"]
+    assert len(answers["large"]["prompt_token_ids"]) == length + sizes["large"]
+    assert len(both["prompt_token_ids"]) == length + sizes["red"] + sizes["large"]
+    assert both["prompt_token_ids"].count(default_config().image_token_id) == sum(sizes.values())
+    texts = [document["answers"][0]["text"] for document in (text_only, both, *answers.values())]
+    assert len(set(texts)) == len(texts)  # every picture changes the answer, its colour alone as well
+    assert generate("--image", pictures["red"])["answers"] == answers["red"]["answers"]
+
+
+def test_a_model_that_reads_no_pictures_says_so(
+    pictures: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text_only = str(MODELS / "engram")
+    command = ["leadline", "generate", "x", "--model", text_only, "--image", str(pictures["red"])]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as stopped:
+        cli_main.main()
+    captured = capsys.readouterr()
+    assert stopped.value.code == 1
+    assert captured.err.splitlines()[-1] == "error: images: expected none, got 1; this model does not read images"
+    assert captured.out == ""
+
+
+def test_a_picture_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    monkeypatch.setattr(sys, "argv", ["leadline", "generate", "x", "--image", str(path)])
+    with pytest.raises(SystemExit) as stopped:
+        cli_main.main()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: image {path}: expected one of PNG")
