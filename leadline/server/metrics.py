@@ -29,9 +29,9 @@ _COUNTERS = (
 _GAUGES = (
     ("vllm:num_requests_running", "Sequences in the batch.", "running"),
     ("vllm:num_requests_waiting", "Sequences that wait for a slot or pages.", "waiting"),
-    ("leadline:kv_pages_used", "Pages of compressed rows in use, cached prefixes included.", "kv_pages_used"),
+    ("leadline:kv_pages_used", "Pages of compressed rows that running sequences use.", "kv_pages_used"),
     ("leadline:kv_pages_total", "Pages of compressed rows.", "kv_pages_total"),
-    ("leadline:window_pages_used", "Pages of window rows in use, snapshots included.", "window_pages_used"),
+    ("leadline:window_pages_used", "Pages of window rows in use.", "window_pages_used"),
     ("leadline:window_pages_total", "Pages of window rows.", "window_pages_total"),
     ("leadline:slots_used", "Sequence slots in use.", "slots_used"),
     ("leadline:slots_total", "Sequence slots.", "slots_total"),

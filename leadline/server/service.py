@@ -403,6 +403,8 @@ def _failure(delta: Delta) -> Exception:
     if delta.finish_reason == "timeout":
         message = str(delta.error or "request: its time is over")
         return ApiError(504, message, kind="timeout_error", code="timeout")
+    if delta.finish_reason == "error" and isinstance(delta.error, EngineError):  # ours, and no use in trying again
+        return ApiError(500, str(delta.error), kind="server_error", code="engine_error")
     return delta.error or EngineError("engine: the request was cancelled; ask again later")
 
 
