@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from leadline.config.sampling import SamplingParams
-from leadline.engine.generate import Progress as Report
-from leadline.llm import LLM
+
+if TYPE_CHECKING:
+    from leadline.llm import LLM
+
+Report = Callable[[int, int], None]
 
 DEFAULTS = SamplingParams()
 LONG_PROMPT = 1024  # tokens; shorter prompts need no progress bar
@@ -37,11 +40,17 @@ TopK = Annotated[int, typer.Option(help="Keep so many tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.", show_default="random")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate; 0: up to the context.")]
+Url = Annotated[str, typer.Option(help="Address of a running server, such as http://127.0.0.1:8000.")]
+ApiKey = Annotated[
+    str, typer.Option(help="Key of the server.", envvar="LEADLINE_API_KEY", show_envvar=True, show_default="none")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeat for several.")]
 
 
 def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, max_model_len: int | None) -> LLM:
     """Load the model with a progress bar on stderr. The default model is announced as what it is."""
+    from leadline.llm import LLM  # here: commands that talk to a server start without torch
+
     console = Console(stderr=True)
     if not model:
         console.print(
