@@ -12,12 +12,14 @@ Each kind of row is stored as two planes, values and scales, `[rows, bytes]` uin
 State outside pages, by sequence slot:
     open_groups   [ratio-2 sources, slots, STATE_ROWS, 2, C] fp32: projection and gate of the last positions; an open
                   group of a sequence of odd length is the entry of its last position
-    hash_ids      [slots, HASH_ROWS] int64: compressed-vocabulary ids of the last positions, -1 inside images
+    recent_ids    [slots, RECENT_ROWS] int64: token ids of the last positions, -1 inside images; n-grams look back
 Both are small rings over positions, so that a sequence is rolled back by its length alone: whatever a rejected token
 wrote is unreachable and overwritten.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Ids
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ from leadline.errors import CapacityError
 from leadline.formats.rows import PackedRows, RowLayout, compressed_row, index_row, window_row
 
 STATE_ROWS = MAX_ROLLBACK + 1
-HASH_ROWS = 16  # MAX_ROLLBACK + the longest n-gram's look-back, rounded up
+RECENT_ROWS = 16  # MAX_ROLLBACK + the longest n-gram's look-back, rounded up
 POISON_BYTE = 0xFF  # NaN as E4M3 and as E8M0
 
 
@@ -65,6 +67,7 @@ class KVCache:
     Args:
         max_tokens: tokens that fit, rounded up to whole pages per sequence.
         max_step_tokens: most tokens of one step; window pages for so many are provided besides the live windows.
+        max_snapshots: window pages provided for keeping windows of past borders, beside those of running sequences.
         poison: fill with NaN bytes, so that a test sees any read of a row that was never written.
     """
 
@@ -76,17 +79,19 @@ class KVCache:
         max_tokens: int,
         max_sequences: int,
         max_step_tokens: int,
+        max_snapshots: int = 0,
         device: torch.device | str = "cpu",
         poison: bool = False,
     ) -> None:
         device = torch.device(device)
         self.config = config
+        self.device = device
         self.window = config.sliding_window
         self.max_sequences = max_sequences
         self.max_step_tokens = max_step_tokens
         num_pages = -(-max_tokens // PAGE_TOKENS)
         live_pages = -(-(self.window + MAX_ROLLBACK) // PAGE_TOKENS) + 1
-        num_window_pages = max_sequences * (live_pages + 1) + -(-max_step_tokens // PAGE_TOKENS)
+        num_window_pages = max_sequences * (live_pages + 1) + -(-max_step_tokens // PAGE_TOKENS) + max_snapshots
         self.pages = PageAllocator(num_pages, "KV pages", "max_tokens")
         self.window_pages = PageAllocator(num_window_pages, "window pages", "max_sequences or lower max_step_tokens")
         self._slots = list(range(max_sequences - 1, -1, -1))
@@ -104,7 +109,7 @@ class KVCache:
         self.open_groups = torch.full(
             (len(self.pair_sources), max_sequences, STATE_ROWS, 2, config.head_dim), nan, device=device
         )
-        self.hash_ids = torch.full((max_sequences, HASH_ROWS), -1, dtype=torch.int64, device=device)
+        self.recent_ids = torch.full((max_sequences, RECENT_ROWS), -1, dtype=torch.int64, device=device)
 
     def open(self) -> Sequence:
         """A new, empty sequence.
@@ -117,6 +122,34 @@ class KVCache:
                 f"sequence slots: all {self.max_sequences} in use; end a request or raise max_sequences"
             )
         return Sequence(self, self._slots.pop())
+
+    def resume(
+        self, ids: Ids[int], length: int, pages: list[int], window_page: int, window_from: tuple[int, ...]
+    ) -> Sequence:
+        """A sequence that continues at a page border, as if its first `length` tokens had just been processed.
+
+        A border closes every group, and what comes after it looks back at most one window: the border's pages and its
+        last window page are all there is to restore. Takes references of its own; the pages stay shared and are never
+        written, since a sequence only writes at and beyond its length and is not truncated below `length`.
+
+        Args:
+            ids: the tokens so far, at least `length`; inside images any negative number.
+            length: a multiple of PAGE_TOKENS, above 0. pages: one for each 128 tokens.
+            window_page, window_from: as a `WindowSnapshot` of this border holds them.
+        Raises:
+            CapacityError: all slots are in use.
+        """
+        assert length > 0, "resume: nothing to resume"
+        assert length == len(pages) * PAGE_TOKENS, f"resume: {len(pages)} pages for {length} tokens"
+        sequence = self.open()
+        for page in pages:
+            self.pages.share(page)
+        self.window_pages.share(window_page)
+        sequence.restore(length, list(pages), window_page, window_from)
+        positions = range(max(0, length - RECENT_ROWS), length)
+        recent = torch.tensor([max(-1, ids[p]) for p in positions], dtype=torch.int64, device=self.device)
+        self.recent_ids[sequence.slot, torch.tensor([p % RECENT_ROWS for p in positions])] = recent
+        return sequence
 
     def give_back_slot(self, slot: int) -> None:
         self._slots.append(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,18 @@ from leadline.errors import RequestError
 
 if TYPE_CHECKING:
     from leadline.cache.pool import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSnapshot:
+    """The windows of all layers and draft stages just before a page border.
+
+    window_page: one page, that the holder has a reference on. window_from: per layer the first position whose row is
+    stored; a trimmed prefill leaves the upper layers' earlier rows out.
+    """
+
+    window_page: int
+    window_from: tuple[int, ...]
 
 
 class Sequence:
@@ -26,12 +39,48 @@ class Sequence:
         self.slot = slot
         self.length = 0
         self.is_open = True
+        self.fixed_length = 0  # tokens that are not taken back any more, because others read their pages
         self.pages: list[int] = []
         self.window_pages: list[int] = []  # one entry per 128 tokens; -1 = released
         self._first_live = 0  # entries of window_pages before this one are released
         # First position from which a layer's window rows are stored; a trimmed prefill leaves the earlier ones out.
         self.window_from = [0] * cache.config.num_hidden_layers
         self._rows: dict[int, Tensor] = {}  # rows per page -> pool row of each logical row, for the pages held
+
+    def restore(self, length: int, pages: list[int], window_page: int, window_from: tuple[int, ...]) -> None:
+        """For `KVCache.resume`: take over pages that this sequence has references on."""
+        self.length = self.fixed_length = length
+        self.pages = pages
+        self._first_live = len(pages) - 1
+        self.window_pages = [-1] * self._first_live + [window_page]
+        self.window_from = list(window_from)
+
+    def snapshot_window(self, border: int) -> WindowSnapshot | None:
+        """The window before `border`, kept for `KVCache.resume`: the caller owns the reference. None if it is released.
+
+        border: a multiple of PAGE_TOKENS, above 0 and at most `length`. The tokens before it cannot be taken back any
+        more: the page is shared from now on and must not be written.
+        """
+        assert 0 < border <= self.length, f"snapshot at {border} of {self.length} tokens"
+        assert border % PAGE_TOKENS == 0, f"snapshot at {border}, inside a page"
+        index = border // PAGE_TOKENS - 1
+        if index < self._first_live:
+            return None
+        page = self.window_pages[index]
+        self._cache.window_pages.share(page)
+        self.fixed_length = max(self.fixed_length, border)
+        return WindowSnapshot(page, tuple(self.window_from))
+
+    def share_page(self, index: int) -> int:
+        """The page of tokens `index * 128` to the next border, all processed, with a reference for the caller.
+
+        These tokens cannot be taken back any more.
+        """
+        border = (index + 1) * PAGE_TOKENS
+        assert border <= self.length, f"page {index} of {self.length} tokens is not full"
+        self._cache.pages.share(self.pages[index])
+        self.fixed_length = max(self.fixed_length, border)
+        return self.pages[index]
 
     def reserve(self, length: int) -> None:
         """Make room for positions below `length`. All or nothing.
@@ -79,12 +128,13 @@ class Sequence:
         """Take tokens back: positions from `length` on are as if they had never been processed.
 
         Raises:
-            RequestError: `length` is beyond the sequence or more than `MAX_ROLLBACK` tokens back.
+            RequestError: `length` is beyond the sequence, more than `MAX_ROLLBACK` tokens back, or inside pages that
+                others read.
         """
-        if not 0 <= self.length - length <= MAX_ROLLBACK or length < 0:
+        if not 0 <= self.length - length <= MAX_ROLLBACK or length < self.fixed_length:
             raise RequestError(
-                f"truncate: length {length} of a sequence of {self.length} tokens; "
-                f"at most {MAX_ROLLBACK} tokens can be taken back"
+                f"truncate: length {length} of a sequence of {self.length} tokens; at most {MAX_ROLLBACK} tokens can "
+                f"be taken back, and none of the first {self.fixed_length}, whose pages are shared"
             )
         self.length = length
 
@@ -106,7 +156,7 @@ class Sequence:
         per_page = PAGE_TOKENS // ratio
         rows = self._rows.get(per_page)
         if rows is None:
-            device = self._cache.hash_ids.device
+            device = self._cache.device
             pages_P = torch.tensor(self.pages, dtype=torch.int64, device=device)
             rows = (pages_P[:, None] * per_page + torch.arange(per_page, device=device)).flatten()
             self._rows[per_page] = rows
@@ -117,7 +167,7 @@ class Sequence:
         assert start >= self._first_live * PAGE_TOKENS, f"window rows of position {start} are released"
         size = PAGE_TOKENS
         first, last = start // size, -(-end // size)
-        device = self._cache.hash_ids.device
+        device = self._cache.device
         pages = torch.tensor(self.window_pages[first:last], dtype=torch.int64, device=device)
         rows = (pages[:, None] * size + torch.arange(size, device=device)).flatten()
         return rows[start - first * size : end - first * size]

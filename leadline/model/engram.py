@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leadline.cache.pool import HASH_ROWS, KVCache
+from leadline.cache.pool import RECENT_ROWS, KVCache
 from leadline.checkpoint.source import WeightSource
 from leadline.config.model import ModelConfig
 from leadline.model.step import StepBatch
@@ -19,22 +19,23 @@ DEAD = -1  # compressed id of a position inside an image span: no n-gram crosses
 def hash_windows(step: StepBatch, cache: KVCache, token_map_V: Tensor, max_ngram: int) -> Tensor:
     """Compressed ids that each row's n-grams look at, int64 [T, max_ngram]: its own, the one before, ...
 
-    -1 where the history is before the sequence's start or inside an image. The ids of the step join the sequences'
-    rings, from which the next step takes its history.
+    -1 where the history is before the sequence's start or inside an image. The token ids of the step join the
+    sequences' rings, from which the next step takes its history.
     """
-    own_T = token_map_V[step.token_ids_T]
+    own_T = step.token_ids_T
     if step.image_T is not None:
         own_T = own_T.masked_fill(step.image_T, DEAD)
     offsets = step.all_rows.offsets
     windows = []
     for i, (run, start) in enumerate(zip(step.runs, step.starts, strict=True)):
         back = torch.arange(start - max_ngram + 1, start, device=step.device)
-        history = cache.hash_ids[run.sequence.slot, back % HASH_ROWS].masked_fill(back < 0, DEAD)
+        history = cache.recent_ids[run.sequence.slot, back % RECENT_ROWS].masked_fill(back < 0, DEAD)
         line = torch.cat((history, own_T[offsets[i] : offsets[i + 1]]))
         windows.append(line.unfold(0, max_ngram, 1).flip(1))
-    tail_idx, slot, place = step.hash_tail
-    cache.hash_ids[slot, place] = own_T[tail_idx]
-    return torch.cat(windows)
+    tail_idx, slot, place = step.recent_tail
+    cache.recent_ids[slot, place] = own_T[tail_idx]
+    window_TN = torch.cat(windows)
+    return torch.where(window_TN < 0, DEAD, token_map_V[window_TN.clamp_min(0)])
 
 
 class Engram:

@@ -118,7 +118,13 @@ class Model:
         return self.drafter is not None
 
     def new_cache(
-        self, *, max_tokens: int, max_sequences: int = 1, max_step_tokens: int = 2048, poison: bool = False
+        self,
+        *,
+        max_tokens: int,
+        max_sequences: int = 1,
+        max_step_tokens: int = 2048,
+        max_snapshots: int = 0,
+        poison: bool = False,
     ) -> KVCache:
         """Cache for this model; see `KVCache`."""
         return KVCache(
@@ -127,6 +133,7 @@ class Model:
             max_tokens=max_tokens,
             max_sequences=max_sequences,
             max_step_tokens=max_step_tokens,
+            max_snapshots=max_snapshots,
             device=self.device,
             poison=poison,
         )

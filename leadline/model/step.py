@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from leadline.cache.pool import HASH_ROWS, STATE_ROWS, KVCache
+from leadline.cache.pool import RECENT_ROWS, STATE_ROWS, KVCache
 from leadline.cache.sequence import Sequence
 from leadline.config.layers import LayerPlan
 from leadline.config.model import ModelConfig
@@ -40,6 +40,8 @@ class Run:
             prompt's last window, as the model's authors deploy it: approximate) or "full" (every layer on every row).
         image_rows: [number of image tokens, D] bf16 embeddings of the tokens with a type other than -1, in order.
         token_types: [n] int64, -1 for text, 0 START, 1 IMAGE, 2 NEWLINE, 3 END; None = all text.
+        keep_from: a trimmed prompt ("halo") stores every layer's window rows from this position on, if that is before
+            its last window; None: the last window is enough. Who will resume at the last page border names its window.
     """
 
     sequence: Sequence
@@ -49,6 +51,7 @@ class Run:
     prefill: Prefill = "halo"
     image_rows: Tensor | None = None
     token_types: Tensor | None = None
+    keep_from: int | None = None
 
 
 class Angles:
@@ -193,7 +196,7 @@ class StepBatch:
         self.cache = cache
         self.freqs = freqs
         self.window = config.sliding_window
-        self.device = cache.hash_ids.device
+        self.device = cache.device
         for run in runs:
             _check_run(run, config, cache)
         self.starts = tuple(run.sequence.length for run in runs)
@@ -297,8 +300,8 @@ class StepBatch:
         return self.ring_tail(STATE_ROWS)
 
     @cached_property
-    def hash_tail(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.ring_tail(HASH_ROWS)
+    def recent_tail(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ring_tail(RECENT_ROWS)
 
     def finish(self) -> None:
         """Make the step's tokens part of their sequences."""
@@ -321,11 +324,12 @@ def layer_starts(run: Run, num_layers: int, split_layer: int, window: int) -> li
     the answer does not depend on how the prompt is cut into runs.
     """
     last_window = max(0, run.prompt_length - window)
+    kept = last_window if run.keep_from is None else min(last_window, run.keep_from)
     starts = [0] * (num_layers + 1)
     starts[num_layers] = max(0, run.logits_from)
     for k in range(num_layers - 1, split_layer, -1):
         if run.prefill == "halo":
-            starts[k] = max(0, min(last_window, starts[k + 1] - (window - 1)))
+            starts[k] = max(0, min(kept, starts[k + 1] - (window - 1)))
         elif run.prefill == "replay":
             starts[k] = last_window
     return starts

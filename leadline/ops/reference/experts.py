@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from leadline.formats.fp8 import restore_activation
 from leadline.ops.linear import Weight
+from leadline.ops.reference.linear import linear
 
 
 def moe(

@@ -5,10 +5,9 @@ from operator import add
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from leadline.ops.reference.linear import widened_rows
+from leadline.ops.reference.linear import linear_f32
 
 # Up to this many tokens, balancing each in plain Python floats (about 17 us) is cheaper than 40 rounds of array calls.
 _FEW_TOKENS = 8
@@ -18,9 +17,9 @@ def mix_coefficients(
     h_TSD: Tensor, fn: Tensor, base: Tensor, scale: Tensor, iters: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, S, D = h_TSD.shape
-    x = widened_rows(h_TSD.reshape(T, S * D))
+    x = h_TSD.reshape(T, S * D).float()
     n = x.square().mean(-1, True).add_(norm_eps).rsqrt_()
-    return split(F.linear(x, fn).mul_(n)[:T], base, scale, S, iters, eps)
+    return split(linear_f32(x, fn).mul_(n), base, scale, S, iters, eps)
 
 
 def split(m: Tensor, base: Tensor, scale: Tensor, S: int, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:

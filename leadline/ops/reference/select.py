@@ -26,7 +26,7 @@ BUDGET_BYTES = 256 * 2**20
 _TILE = 2048  # rows of one product: keys and products stay in the cache of a core
 _SPAN = 65536  # rows ranked at once, for few queries; topk is cheapest on long lists
 _ALIGN = 64  # widths of products
-_HEADS = 4  # query rows of products
+_HEADS = 8  # query rows of products: fewer are summed in another order on some machines
 
 # Elements of the temporaries. Together they stay below BUDGET_BYTES for every T and M: queries in fp32, scores and the
 # two lists of best keys with their sort take 16 + 16 + 2 * 16 + 64 MiB at most, all others a few MiB.
