@@ -8,8 +8,10 @@
     │   ├── ImageError     an image that cannot be read or does not fit
     │   └── SamplingError  sampling values out of range or contradictory
     ├── CapacityError      pages, slots or memory: says what was needed, what is free and which option helps
+    │   └── QueueFullError the waiting line is full: try again later
     ├── OperatorError      an operator's operands, or a named implementation that cannot run here
     ├── NumericsError      a step produced NaN or infinite logits for a request
+    ├── EngineError        a step failed, a deadline passed, or the engine has stopped
     ├── ServerError        a server that a command talks to: not reachable, refuses, or breaks off
     └── VerificationError  a recorded run that this machine does not reproduce
 
@@ -48,6 +50,16 @@ class SamplingError(RequestError):
 
 class CapacityError(LeadlineError):
     """Pages, slots or memory ran out."""
+
+
+class QueueFullError(CapacityError):
+    """Too many sequences wait already. retry_after: seconds after which another try makes sense."""
+
+    retry_after: float = 1.0
+
+
+class EngineError(LeadlineError):
+    """A step failed for a reason of its own, a deadline passed, or the engine has stopped."""
 
 
 class OperatorError(LeadlineError):

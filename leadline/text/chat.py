@@ -1,17 +1,20 @@
 """Conversations to prompts, and answers to reasoning, content and tool calls.
 
-A vocabulary with V4.1's control tokens is served by `deepseek-recipe`, the published renderer and parser. A vocabulary
-without them (a small model) gets a plain format: BOS, then each message as `System: `, `User: ` or `Assistant: ` and
-its text, two newlines after system and user text, EOS after an answer, and `Assistant:` at the end. The plain format
-knows neither thinking nor tools, and its answers are content as a whole.
+Requests of all three protocols (Chat Completions, Messages, Responses) are read by `deepseek-recipe`, the published
+converter, renderer and parser. A vocabulary with V4.1's control tokens gets the published format. A vocabulary without
+them (a small model) gets a plain one: BOS, then each message as `System: `, `User: ` or `Assistant: ` and its text, two
+newlines after system and user text, EOS after an answer, and `Assistant:` at the end. The plain format knows neither
+thinking nor tools, and its answers are content as a whole, letter by letter.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,13 +27,24 @@ Effort = int | Literal["minimal", "low", "medium", "high", "xhigh", "max"]
 ImageSource = str | bytes | Path
 Messages = Sequence[Mapping[str, Any]]
 DeltaKind = Literal["reasoning", "content", "tool_call"]
+Protocol = Literal["chat", "messages", "responses"]
 
-_MODEL = "DeepSeek-V4.1-Flash"  # the name under which deepseek-recipe knows the format
+MODEL_NAME = "DeepSeek-V4.1-Flash"  # the name under which deepseek-recipe knows the format
+REQUESTS: dict[Protocol, Any] = {
+    "chat": recipe.ChatCompletionRequest,
+    "messages": recipe.MessagesRequest,
+    "responses": recipe.ResponsesRequest,
+}
 # The released vocabulary spells the image token in another way than deepseek-recipe does by default.
 _SPECIAL_TOKENS = recipe.SpecialTokens(image="<｜deepseek_image｜>")
-_OPTIONS = recipe.ConversionOptions().with_special_tokens(_SPECIAL_TOKENS)
-_EFFORT_LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
+# For the plain format: spellings that no text holds, so that nothing in a text is taken for a control token.
+_UNSPELLED = {
+    name: f"\0{secrets.token_hex(8)} {name}\0" for name in ("image", "thinking_start", "thinking_end", "dsml")
+}
+_PLAIN_TOKENS = recipe.SpecialTokens(**_UNSPELLED)
+_EFFORT_NUMBERS = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100}
 _DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 ("
+_NAMED_PLACE = re.compile(r"(messages|input|tools)[.\[][\w.\[\]]*: ")  # how deepseek-recipe says what it means
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
 _VISIBLE = (
@@ -59,19 +73,39 @@ class ChatDelta(NamedTuple):
 class ChatPrompt:
     """A rendered conversation.
 
-    token_ids: the prompt; each image is one `image_token_id`. images: their sources in the order of these tokens. text:
-    the same prompt spelled out. thinking: the answer begins inside the reasoning.
+    token_ids: the prompt; each image is one `image_token_id`. images: their sources in the order of these tokens, and
+    image_fields: where each stood in the request. text: the same prompt spelled out. thinking: the answer begins inside
+    the reasoning. request: what deepseek-recipe made of the conversation.
     """
 
     token_ids: list[int]
     images: list[ImageSource]
+    image_fields: list[str]
     text: str
     thinking: bool
-    _request: recipe.ConversationRequest | None
+    request: recipe.ConversationRequest
+    is_plain: bool = False
 
     def parser(self) -> ChatParser:
         """A new parser for one answer to this prompt."""
-        return ChatParser(self._request)
+        return ChatParser(self)
+
+    def processor(self, generator: Any) -> recipe.StreamProcessor:
+        """A stream processor that reads one answer to this prompt for a chunk generator of deepseek-recipe."""
+        options = self.request.parsing_options
+        if self.is_plain:  # a continuation of content keeps every character
+            stage = recipe.ThinkingInitialStage.ContentContinuation
+            options = recipe.ParsingOptions(
+                parse_tool_calls=False, thinking_initial_stage=stage, special_tokens=_PLAIN_TOKENS
+            )
+        return recipe.StreamProcessor(generator, options)
+
+
+def options_for(tokenizer: Tokenizer) -> recipe.ConversionOptions:
+    """How deepseek-recipe has to read requests for this vocabulary."""
+    return recipe.ConversionOptions().with_special_tokens(
+        _SPECIAL_TOKENS if tokenizer.has_control_tokens else _PLAIN_TOKENS
+    )
 
 
 def render_chat(
@@ -90,47 +124,77 @@ def render_chat(
             {"type": "image", "image": <path, bytes or data URL>}; tool_calls and reasoning_content (or reasoning) on
             assistant messages. Images are not read here.
         tools: function tools as in Chat Completions.
-        thinking: None means on where the vocabulary knows it.
-        effort: 1 to 100, or a level: minimal and low are 50; medium, high, xhigh and None 75; max 100.
+        thinking, effort: as in `render_request`.
     Edge cases: control tokens spelled in a message stay plain text. Reasoning of past turns is dropped unless tools are
         given; missing reasoning counts as empty. The role developer is refused, as in the published renderer.
     Raises:
-        PromptError: no messages, a message or tool that the format cannot express, effort without thinking, thinking or
-            tools with a vocabulary that lacks the control tokens.
+        PromptError: no messages, or as `render_request`.
         ImageError: an image for a model that reads none, or an image_url that is not a data URL.
     Source: architecture.md 8.2 and 8.3.
     """
     if not messages:
         raise PromptError("messages: expected at least one, got none")
     images: list[ImageSource] = []
-    plain_messages = [_take_images(message, images) for message in messages]
-    if images and not tokenizer.has_vision:
-        raise ImageError(f"messages: expected text only, got {len(images)} image(s); this model does not read images")
-    if not tokenizer.has_control_tokens:
-        if thinking or effort is not None or tools:
-            raise PromptError(
-                "chat: expected neither thinking, effort nor tools, as this vocabulary lacks V4.1's control tokens"
-            )
-        return _render_plain(tokenizer, plain_messages, images)
-    thinking = True if thinking is None else thinking
-    request = _convert(plain_messages, tools, thinking, effort)
+    body: dict[str, Any] = {"messages": [_take_images(message, images) for message in messages]}
+    if tools:
+        body["tools"] = list(tools)
+    prompt = render_request(tokenizer, "chat", body, thinking=thinking, effort=effort)
+    return replace(prompt, images=[images[_image_number(str(url))] for url in prompt.images])
+
+
+def render_request(
+    tokenizer: Tokenizer,
+    protocol: Protocol,
+    body: Mapping[str, Any],
+    *,
+    thinking: bool | None = None,
+    effort: Effort | None = None,
+) -> ChatPrompt:
+    """Render the conversation of a request of one of the protocols.
+
+    Args:
+        body: the fields of the request that make the prompt: messages or input, system or instructions, tools,
+            tool_choice, response format. Model and thinking are set here.
+        thinking: None means on where the vocabulary knows it.
+        effort: 1 to 100, or a level: minimal and low are 50; medium, high, xhigh and None 75; max 100.
+    Returns: the prompt; `images` holds URLs, as they came.
+    Raises:
+        PromptError: a message or tool that the format cannot express, effort without thinking, thinking or tools with a
+            vocabulary that lacks the control tokens.
+        ImageError: an image for a model that reads none.
+    """
+    is_plain = not tokenizer.has_control_tokens
+    if is_plain and (thinking or effort is not None or body.get("tools")):
+        field = "thinking" if thinking else "effort" if effort is not None else "tools"
+        raise PromptError(
+            f"{field}: expected none, as this model's vocabulary lacks V4.1's control tokens; its chats have neither "
+            "thinking, effort nor tools"
+        )
+    thinking = not is_plain if thinking is None else thinking
+    number = _effort_number(effort, thinking)
+    request = _convert(tokenizer, protocol, {**body, **_thinking_field(protocol, thinking)})
+    special_tokens = _PLAIN_TOKENS if is_plain else _SPECIAL_TOKENS
     rendered = (
-        recipe.DeepseekV41Encoding().with_special_tokens(_SPECIAL_TOKENS).render_conversation(request.conversation)
+        recipe.DeepseekV41Encoding().with_special_tokens(special_tokens).render_conversation(request.conversation)
     )
-    pieces = _pieces(rendered)
-    if isinstance(effort, int):
-        pieces[2] = (_set_effort(pieces[2][0], effort), False)
-    ids: list[int] = []
-    for text, is_control in pieces:
-        ids += [_control_id(tokenizer, text)] if is_control else tokenizer.encode(text, control_tokens=False)
-    order = [_image_number(source.data_url) for source in rendered.image_sources]
-    starts_in_reasoning = request.parsing_options.thinking_initial_stage
+    sources = rendered.image_sources
+    if sources and not tokenizer.has_vision:
+        raise ImageError(
+            f"{_field(sources[0])}: expected text only, got {len(sources)} image(s); this model does not read images"
+        )
+    if is_plain:
+        ids, text = _render_plain(tokenizer, request.conversation)
+    else:
+        ids, text = _token_ids(tokenizer, _pieces(rendered), number)
+    stage = request.parsing_options.thinking_initial_stage
     return ChatPrompt(
         ids,
-        [images[number] for number in order],
-        "".join(text for text, _ in pieces),
-        starts_in_reasoning is not None and starts_in_reasoning.starts_in_reasoning(),
+        [source.data_url or source.url or "" for source in sources],
+        [_field(source) for source in sources],
+        text,
+        stage is not None and stage.starts_in_reasoning(),
         request,
+        is_plain,
     )
 
 
@@ -151,24 +215,18 @@ class ChatParser:
     Made by `ChatPrompt.parser`. Source: architecture.md 8.4.
     """
 
-    def __init__(self, request: recipe.ConversationRequest | None) -> None:
-        self._processor: recipe.StreamProcessor | None = None
+    def __init__(self, prompt: ChatPrompt) -> None:
         self._call: dict[str, Any] | None = None
-        if request is not None:
-            generator = recipe.ChatCompletionRequest.chunk_generator(request, "answer", _MODEL)
-            self._processor = recipe.StreamProcessor(generator, request.parsing_options)
-            self._processor.push(recipe.InferenceChunk.ready())
+        generator = recipe.ChatCompletionRequest.chunk_generator(prompt.request, "answer", MODEL_NAME)
+        self._processor = prompt.processor(generator)
+        self._processor.push(recipe.InferenceChunk.ready())
 
     def feed(self, text: str) -> list[ChatDelta]:
         """What this piece of text completes; possibly nothing."""
-        if self._processor is None:
-            return [ChatDelta("content", text)] if text else []
         return self._read(self._processor.push(recipe.InferenceChunk.text(text))) if text else []
 
     def finish(self) -> list[ChatDelta]:
         """What is left at the end of the answer. Call it once, last."""
-        if self._processor is None:
-            return []
         end = recipe.InferenceChunk.finish(recipe.InferenceFinishReason.Stop)
         return [*self._read([*self._processor.push(end), *self._processor.finish()]), *self._close_call()]
 
@@ -225,34 +283,41 @@ def _take_image(part: Any, images: list[ImageSource]) -> Any:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{number}"}}
 
 
-def _image_number(url: str | None) -> int:
-    assert url is not None
+def _image_number(url: str) -> int:
     return int(base64.b64decode(url.rpartition(",")[2]))
 
 
-def _convert(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, thinking: bool, effort: Effort | None
-) -> recipe.ConversationRequest:
-    body: dict[str, Any] = {"model": _MODEL, "messages": messages}
-    body["thinking"] = {"type": "enabled" if thinking else "disabled"}
-    if tools:
-        body["tools"] = list(tools)
-    if effort is not None:
-        is_number = isinstance(effort, int) and not isinstance(effort, bool)
-        if not thinking:
-            raise PromptError(f"effort: expected none without thinking, got {effort!r}; leave it out")
-        if effort not in (range(1, 101) if is_number else _EFFORT_LEVELS):
-            raise PromptError(f"effort: expected 1 to 100 or one of {', '.join(_EFFORT_LEVELS)}, got {effort!r}")
-        if not is_number:
-            body["reasoning_effort"] = effort
+def _effort_number(effort: Effort | None, thinking: bool) -> int:
+    if effort is None:
+        return _EFFORT_NUMBERS["high"]
+    if not thinking:
+        raise PromptError(f"effort: expected none without thinking, got {effort!r}; leave it out")
+    number = _EFFORT_NUMBERS.get(effort) if isinstance(effort, str) else effort
+    if type(number) is not int or not 1 <= number <= 100:
+        raise PromptError(f"effort: expected 1 to 100 or one of {', '.join(_EFFORT_NUMBERS)}, got {effort!r}")
+    return number
+
+
+def _thinking_field(protocol: Protocol, thinking: bool) -> dict[str, Any]:
+    if protocol != "responses":
+        return {"thinking": {"type": "enabled" if thinking else "disabled"}}
+    return {"reasoning": {"effort": "high" if thinking else "none"}}
+
+
+def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> recipe.ConversationRequest:
+    field = "input" if protocol == "responses" else "messages"
     try:
-        return recipe.ChatCompletionRequest(json.dumps(body, ensure_ascii=False)).convert(_OPTIONS)
+        text = json.dumps({**body, "model": MODEL_NAME}, ensure_ascii=False)
+        request: recipe.ConversationRequest = REQUESTS[protocol](text).convert(options_for(tokenizer))
+        return request
     except recipe.ConversionError as error:
-        raise PromptError(f"messages: {_reason(error)}") from None
+        reason = _reason(error).removeprefix(".")
+        named = reason if _NAMED_PLACE.match(reason) else f"{field}: {reason}"
+        raise PromptError(named) from None
     except UnicodeEncodeError:
-        raise PromptError("messages: expected Unicode text, got a lone surrogate") from None
+        raise PromptError(f"{field}: expected Unicode text, got a lone surrogate") from None
     except (ValueError, TypeError) as error:
-        raise PromptError(f"messages: {error}") from None
+        raise PromptError(f"{field}: {error}") from None
 
 
 def _reason(error: recipe.ConversionError) -> str:
@@ -260,6 +325,10 @@ def _reason(error: recipe.ConversionError) -> str:
         return str(json.loads(error.body)["error"]["message"])
     except (ValueError, TypeError, KeyError):
         return error.body
+
+
+def _field(source: recipe.ImageSource) -> str:
+    return source.path.removeprefix(".") or "image"
 
 
 def _pieces(rendered: recipe.RenderedPrompt) -> list[tuple[str, bool]]:
@@ -274,10 +343,15 @@ def _pieces(rendered: recipe.RenderedPrompt) -> list[tuple[str, bool]]:
     return [*pieces, (rendered.prompt[done:], False)] if done < len(rendered.prompt) else pieces
 
 
-def _set_effort(text: str, effort: int) -> str:
-    """deepseek-recipe takes levels only; the number itself is one place in the text after BOS and the system token."""
-    assert text.startswith(_DEFAULT_EFFORT_LINE)
-    return f"Reasoning Effort: {effort} (" + text.removeprefix(_DEFAULT_EFFORT_LINE)
+def _token_ids(tokenizer: Tokenizer, pieces: list[tuple[str, bool]], effort: int) -> tuple[list[int], str]:
+    # deepseek-recipe takes levels only; the number itself is one place in the text after BOS and the system token.
+    if len(pieces) > 2 and pieces[2][0].startswith(_DEFAULT_EFFORT_LINE):
+        rest = pieces[2][0].removeprefix(_DEFAULT_EFFORT_LINE)
+        pieces[2] = (f"Reasoning Effort: {effort} ({rest}", False)
+    ids: list[int] = []
+    for text, is_control in pieces:
+        ids += [_control_id(tokenizer, text)] if is_control else tokenizer.encode(text, control_tokens=False)
+    return ids, "".join(text for text, _ in pieces)
 
 
 def _control_id(tokenizer: Tokenizer, token: str) -> int:
@@ -287,7 +361,7 @@ def _control_id(tokenizer: Tokenizer, token: str) -> int:
     return token_id
 
 
-def _render_plain(tokenizer: Tokenizer, messages: list[dict[str, Any]], images: list[ImageSource]) -> ChatPrompt:
+def _render_plain(tokenizer: Tokenizer, conversation: recipe.Conversation) -> tuple[list[int], str]:
     ids, texts = [tokenizer.bos_token_id], [tokenizer.token_of(tokenizer.bos_token_id)]
 
     def add_text(text: str) -> None:
@@ -298,40 +372,21 @@ def _render_plain(tokenizer: Tokenizer, messages: list[dict[str, Any]], images: 
         texts.append(tokenizer.token_of(token_id))
         ids.append(token_id)
 
-    for message in messages:
-        role = message.get("role")
-        name = _PLAIN_ROLES.get(role) if isinstance(role, str) else None
-        if name is None or message.get("tool_calls"):
+    for message in conversation.messages:
+        name = _PLAIN_ROLES.get(message.role)
+        if name is None or message.tool_calls or message.prefix:
             raise PromptError(
-                f"messages: expected roles {', '.join(_PLAIN_ROLES)} without tool calls, got {role!r}; this vocabulary "
-                "lacks V4.1's control tokens"
+                f"messages: expected {', '.join(_PLAIN_ROLES)} and no tool calls or prefix, got {message.role!r}: "
+                "this model's vocabulary lacks V4.1's control tokens"
             )
         add_text(f"{name}: ")
-        for number, part in enumerate(_plain_parts(message.get("content"))):
+        for number, part in enumerate(message.content.split(_UNSPELLED["image"])):
             if number:
-                add_text("\n\n")
-            if part is None:
                 add_token(tokenizer.image_token_id)
-            else:
-                add_text(part)
-        if role == "assistant":
+            add_text(part)
+        if message.role == "assistant":
             add_token(tokenizer.eos_token_id)
         else:
             add_text("\n\n")
     add_text("Assistant:")
-    return ChatPrompt(ids, images, "".join(texts), False, None)
-
-
-def _plain_parts(content: Any) -> list[str | None]:
-    """Texts of a message's parts, None for an image."""
-    if isinstance(content, str):
-        return [content]
-    parts: list[str | None] = []
-    for part in content if isinstance(content, list) else [None]:
-        if isinstance(part, Mapping) and part.get("type") == "image_url":
-            parts.append(None)
-        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        else:
-            raise PromptError(f"messages: expected content as a text or a list of text and image parts, got {part!r}")
-    return parts
+    return ids, "".join(texts)

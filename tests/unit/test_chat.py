@@ -161,8 +161,7 @@ def test_ids_equal_the_packages_own(released: Tokenizer) -> None:
         [{"type": "image", "image": b"x"}, {"type": "text", "text": "?"}],
     ):
         chat = render_chat(released, [user(content)], tools=[TOOL])
-        assert chat._request is not None
-        assert chat.token_ids == encoding.encode(chat._request.conversation)
+        assert chat.token_ids == encoding.encode(chat.request.conversation)
 
 
 def test_images_follow_their_placeholders(released: Tokenizer, tmp_path: Path) -> None:
@@ -290,7 +289,8 @@ def test_plain_format() -> None:
     control = [i for i in chat.token_ids if i in SMALL.control_token_ids]
     assert control == [SMALL.bos_token_id, SMALL.image_token_id, SMALL.eos_token_id]
     assert (chat.images, chat.thinking) == ([b"x"], False)
-    assert parse(chat.parser(), ["an", "", "swer </think>"]) == ("", "answer </think>", [])
+    answer = "\n an</think>swer ｜DSML｜ <think>\n"
+    assert parse(chat.parser(), [answer[:6], "", answer[6:]]) == ("", answer, [])
 
 
 @pytest.mark.parametrize("options", [{"thinking": True}, {"effort": 5}, {"tools": [TOOL]}])
@@ -304,5 +304,5 @@ def test_plain_format_knows_no_more(options: dict[str, Any]) -> None:
         user([5]),
         user([{"type": "video"}]),
     ):
-        with pytest.raises(PromptError, match="expected"):
+        with pytest.raises(PromptError, match="messages: "):
             render_chat(SMALL, [message])

@@ -1,0 +1,212 @@
+"""The request bodies as their schemas. What deepseek-recipe checks itself (the insides of messages, tools and input
+items) is only outlined here. Fields that no schema names are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+EffortNumber = Annotated[int, Field(ge=1, le=100)]
+EffortLevel = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Stop = str | Annotated[list[str], Field(max_length=64)]
+Object = dict[str, Any]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+    model: str | None = None
+
+
+class SamplingBody(Body):
+    """Sampling values under their OpenAI and vLLM names; None and absence mean the default."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    stream: bool | None = None
+
+
+class Unsupported(BaseModel):
+    """Fields of OpenAI that change an answer and that are not there: only their neutral values are taken."""
+
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class JsonSchema(BaseModel):
+    name: str | None = None
+    schema_: Object | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Thinking(BaseModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
+    content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Object] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatPromptBody(Body):
+    """What makes the prompt of a chat."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[Object] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    thinking: Thinking | None = None
+    reasoning_effort: EffortLevel | EffortNumber | None = None
+    chat_template_kwargs: Object | None = None
+    response_format: ResponseFormat | None = None
+
+
+class ChatBody(ChatPromptBody, SamplingBody, Unsupported):
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(SamplingBody, Unsupported):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+
+class OutputFormat(BaseModel):
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    effort: EffortLevel | EffortNumber | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Part]
+
+
+class MessagesPromptBody(Body):
+    """What makes the prompt of Anthropic's Messages."""
+
+    messages: Annotated[list[MessagesMessage], Field(min_length=1)]
+    system: str | list[Part] | None = None
+    tools: list[Object] | None = None
+    tool_choice: Object | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(MessagesPromptBody, SamplingBody):
+    max_tokens: Count
+    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+
+
+class Reasoning(BaseModel):
+    effort: EffortLevel | EffortNumber | None = None
+
+
+class TextFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Object | None = Field(None, alias="schema")
+
+
+class TextConfig(BaseModel):
+    format: TextFormat | None = None
+
+
+class ResponsesBody(SamplingBody):
+    input: str | list[Object]
+    instructions: str | None = None
+    tools: list[Object] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    max_output_tokens: Count | None = None
+    stop: Stop | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+class TokenizeBody(Body):
+    """A text, or a conversation as in Chat Completions."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Object] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    thinking: Thinking | None = None
+    reasoning_effort: EffortLevel | EffortNumber | None = None
+    chat_template_kwargs: Object | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 21)]
+
+
+class Problem(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every 4xx and 5xx; /v1/messages has Anthropic's form of it."""
+
+    error: Problem

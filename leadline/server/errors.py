@@ -1,0 +1,102 @@
+"""Errors as the protocols write them: a status, a message, and the field it is about."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from leadline.errors import CapacityError, EngineError, LeadlineError, NumericsError, QueueFullError, RequestError
+
+_FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*)(?: \d+)?: ")
+_UNION_MEMBER = re.compile(r"[\[-]|^[A-Z]|^(str|int|float|bool|dict|none)$")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(HTTPException):
+    """What a request gets instead of an answer.
+
+    param: the field it is about. kind: OpenAI's error type; code: for programs. retry_after: seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        headers = None if retry_after is None else {"Retry-After": str(max(1, round(retry_after)))}
+        super().__init__(status, message, headers)
+        self.param, self.kind, self.code = param, kind, code
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The error document, in the form of the protocol that `path` belongs to."""
+        if path.startswith("/v1/messages"):
+            default = "api_error" if self.status_code >= 500 else "invalid_request_error"
+            kind = _ANTHROPIC_TYPES.get(self.status_code, default)
+            return {"type": "error", "error": {"type": kind, "message": self.detail, "param": self.param}}
+        error = {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self, path: str) -> JSONResponse:
+        return JSONResponse(self.body(path), self.status_code, dict(self.headers or {}))
+
+
+def api_error(error: Exception) -> ApiError:
+    """Any exception as an ApiError. One of ours keeps its message, an unexpected one does not show what it says."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation_error(error)
+    if isinstance(error, HTTPException):
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return ApiError(error.status_code, str(error.detail), kind=kind)
+    message = str(error)
+    if isinstance(error, QueueFullError):
+        kind = "rate_limit_error"
+        return ApiError(429, message, kind=kind, code="queue_full", retry_after=error.retry_after)
+    if isinstance(error, RequestError | CapacityError):
+        field = _FIELD.match(message)
+        is_too_long = isinstance(error, CapacityError) or ("expected at most" in message and "context" in message)
+        code = "context_length_exceeded" if is_too_long else "invalid_value"
+        return ApiError(400, message, param=field[1] if field else None, code=code)
+    if isinstance(error, NumericsError):
+        return ApiError(500, message, kind="numerics_error", code="numerics_error")
+    if isinstance(error, EngineError):
+        return ApiError(503, message, kind="server_error", code="engine_error", retry_after=1)
+    if isinstance(error, LeadlineError):
+        return ApiError(500, message, kind="server_error", code="internal_error")
+    return ApiError(500, "internal error; the server's log says more", kind="server_error", code="internal_error")
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first problem of a body that does not have the shape of its schema."""
+    problems = error.errors()
+    # Of a union every member reports: the one that came furthest into the body is about what was meant.
+    problem = max(problems, key=lambda entry: len(_path(entry["loc"])))
+    param = ".".join(str(part) for part in _path(problem["loc"]))
+    if not param:
+        return ApiError(400, "body: expected a JSON object with content-type application/json", param="body")
+    given = problem.get("input")
+    shown = "" if problem["type"] == "missing" else f", got {given!r:.80}"
+    code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
+    return ApiError(400, f"{param}: {problem['msg']}{shown}", param=param, code=code)
+
+
+def _path(loc: Any) -> list[Any]:
+    """Where in the body; pydantic's own names for the members of a union are left out."""
+    return [part for part in loc[1:] if isinstance(part, int) or not _UNION_MEMBER.search(part)]

@@ -1,0 +1,159 @@
+"""Where the three chat protocols and deepseek-recipe differ from what this server does. The only such place.
+
+deepseek-recipe stands for the hosted service: it sets sampling values itself, takes one answer and effort levels only,
+wants the word json beside json_object, and treats a required tool differently from protocol to protocol. So it only
+gets the fields that make the prompt; all else is read here. `docs/openai_compatibility.md` lists what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from leadline.config.sampling import SamplingParams
+from leadline.server.bodies import SamplingBody
+from leadline.server.errors import ApiError
+from leadline.text.chat import Effort, Protocol
+
+_PROMPT_FIELDS: dict[Protocol, tuple[str, ...]] = {
+    "chat": ("messages", "tools", "tool_choice", "response_format"),
+    "messages": ("messages", "system", "tools", "tool_choice"),
+    "responses": ("input", "instructions", "tools", "tool_choice", "text"),
+}
+_ECHO_FIELDS = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "tools", "tool_choice", "text",
+                "metadata", "parallel_tool_calls")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A chat request in the words of this server.
+
+    body: what deepseek-recipe renders. schema: JSON Schema of the answer, None for any object, if is_json. echo: the
+    settings that a Responses object repeats.
+    """
+
+    body: dict[str, Any]
+    thinking: bool | None
+    effort: Effort | None
+    is_json: bool
+    schema: dict[str, Any] | None
+    echo: dict[str, Any]
+
+
+def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
+    """Read a body that has passed its schema. Raises: ApiError 400 for what cannot be done."""
+    raw = {key: value for key, value in raw.items() if value is not None}
+    body = {key: raw[key] for key in _PROMPT_FIELDS[protocol] if key in raw}
+    thinking, effort = _thinking(protocol, raw)
+    is_json, schema = _answer_format(protocol, raw)
+    if not body.get("tools"):
+        _refuse_choice_without_tools(raw.get("tool_choice"))
+        body.pop("tools", None), body.pop("tool_choice", None)
+    elif _is_forced(body.get("tool_choice")):
+        # The prompt opens the call block itself, right where the answer begins, so there is no place to think.
+        if thinking or effort is not None:
+            raise ApiError(
+                400,
+                "tool_choice: a required or named tool needs thinking off, and this request switches it on; leave "
+                "thinking and effort out, or use tool_choice auto",
+                param="tool_choice",
+            )
+        thinking = False
+    if is_json and body.get("tools") and body.get("tool_choice") != "none":
+        raise ApiError(
+            400, "response_format: JSON and tools exclude each other; leave one out", param="response_format"
+        )
+    if is_json and schema is None:  # nothing is rendered for a free JSON object
+        body.pop("response_format", None), body.pop("text", None)
+    if protocol == "chat":
+        body["messages"] = [_chat_message(message) for message in body["messages"]]
+    echo = {key: raw[key] for key in _ECHO_FIELDS if key in raw}
+    return Wish(body, thinking, effort, is_json, schema, echo)
+
+
+def sampling_params(
+    body: SamplingBody,
+    *,
+    max_tokens: int | None,
+    stop: str | list[str] | None,
+    n: int | None = None,
+    logprobs: int | None = None,
+) -> SamplingParams:
+    """The request's own sampling values, as they are. Raises: SamplingError naming the field."""
+    values = {
+        "n": n,
+        "stop": stop,
+        "logprobs": logprobs,
+        **{
+            name: getattr(body, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos",
+                         "include_stop_str_in_output")
+        },
+    }  # fmt: skip
+    return SamplingParams(max_tokens=max_tokens, **{key: value for key, value in values.items() if value is not None})
+
+
+def json_schema_of(response_format: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the answer has to be JSON, and its schema, from a response_format of Chat Completions."""
+    kind = (response_format or {}).get("type", "text")
+    if kind != "json_schema":
+        return kind == "json_object", None
+    schema = ((response_format or {}).get("json_schema") or {}).get("schema")
+    if schema is None:
+        raise ApiError(
+            400,
+            "response_format.json_schema.schema: expected a JSON Schema, got none",
+            param="response_format.json_schema.schema",
+        )
+    return True, schema
+
+
+def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, Effort | None]:
+    """None for thinking means the default. The effort none switches it off."""
+    if protocol == "chat":
+        effort = raw.get("reasoning_effort")
+    else:
+        effort = (raw.get("output_config" if protocol == "messages" else "reasoning") or {}).get("effort")
+    kind = (raw.get("thinking") or {}).get("type")
+    thinking = None if kind is None else kind != "disabled"
+    switches = raw.get("chat_template_kwargs") or {}
+    for name in ("thinking", "enable_thinking"):
+        if isinstance(switches.get(name), bool):
+            thinking = switches[name]
+    if effort == "none":
+        if thinking:
+            raise ApiError(400, "reasoning_effort: none and thinking exclude each other", param="reasoning_effort")
+        return False, None
+    return thinking, effort
+
+
+def _answer_format(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+    if protocol == "chat":
+        return json_schema_of(raw.get("response_format"))
+    if protocol == "messages":
+        found = (raw.get("output_config") or {}).get("format") or {}
+        return bool(found), found.get("schema")
+    found = (raw.get("text") or {}).get("format") or {}
+    return json_schema_of({"type": found.get("type", "text"), "json_schema": found})
+
+
+def _is_forced(choice: Any) -> bool:
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    return kind not in (None, "auto", "none")
+
+
+def _refuse_choice_without_tools(choice: Any) -> None:
+    if _is_forced(choice):
+        raise ApiError(400, "tool_choice: a tool is required, but the request has no tools", param="tool_choice")
+
+
+def _chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """developer speaks as system does; reasoning is another name of reasoning_content."""
+    out = dict(message)
+    if out.get("role") == "developer":
+        out["role"] = "system"
+    reasoning = out.pop("reasoning", None)
+    if reasoning is not None and out.get("reasoning_content") is None:
+        out["reasoning_content"] = reasoning
+    return out

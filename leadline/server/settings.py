@@ -1,0 +1,32 @@
+"""What an operator decides about a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """All values have a safe default.
+
+    names: model names that requests may use; the first one is what responses report.
+    api_key: required as bearer token or x-api-key on all paths but the page, /health, /ready, /metrics and /version.
+    max_body_bytes: of one request, base64 images included. max_json_depth: brackets within brackets.
+    max_images, max_n: of one request.
+    image_urls: fetch https images from public addresses. image_seconds: for each of them, all in all.
+    request_seconds: after which a request ends with an error; None for never.
+    drain_seconds: for running requests when the server is told to stop.
+    log_prompts: write prompts and answers into the log.
+    """
+
+    names: tuple[str, ...] = ("leadline",)
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 64 << 20
+    max_json_depth: int = 100
+    max_images: int = 32
+    max_n: int = 16
+    image_urls: bool = True
+    image_seconds: float = 15.0
+    request_seconds: float | None = None
+    drain_seconds: float = 30.0
+    log_prompts: bool = False
