@@ -16,6 +16,7 @@ import deepseek_recipe as recipe
 
 from leadline.engine.request import Delta
 from leadline.engine.sampler import Logprob
+from leadline.errors import RequestError
 from leadline.text.chat import MODEL_NAME, REQUESTS, ChatPrompt, options_for
 from leadline.text.tokenizer import Tokenizer
 
@@ -232,8 +233,11 @@ class ResponsesAnswers(_RecipeAnswers):
 
     def __init__(self, tokenizer: Tokenizer, *args: Any, echo: Mapping[str, Any], **options: Any) -> None:
         body = json.dumps({"model": MODEL_NAME, "input": "", **echo}, ensure_ascii=False)
-        request = recipe.ResponsesRequest(body)
-        self._echo, self._namespaces = request.echo(), request.namespace_tool_map(options_for(tokenizer))
+        try:
+            request = recipe.ResponsesRequest(body)
+            self._echo, self._namespaces = request.echo(), request.namespace_tool_map(options_for(tokenizer))
+        except (ValueError, recipe.ConversionError) as error:  # of fields that only the response repeats
+            raise RequestError(f"body: {error}") from None
         super().__init__(tokenizer, *args, **options)
 
     def _prepared(self, generator: Any) -> Any:

@@ -186,7 +186,7 @@ class _Gate:
     def _check_key(self, headers: Headers) -> None:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if self._key is None or not hmac.compare_digest(given.encode(), self._key):
+        if self._key is None or not hmac.compare_digest(given.encode("latin-1"), self._key):
             raise ApiError(
                 401,
                 "api key: expected this server's key as Authorization: Bearer ... or x-api-key",

@@ -84,7 +84,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": image("https://localhost:1/a.png")}, 400, "messages[0]"),
     (CHAT, {"messages": image("https://[::1]/a.png")}, 400, "messages[0]"),
     (CHAT, {"messages": image("https://[::ffff:10.0.0.1]/a.png")}, 400, "messages[0]"),
-    (CHAT, {"messages": image("file:///etc/passwd")}, 400, "messages"),
+    (CHAT, {"messages": image("file:///etc/passwd")}, 400, "messages[0]"),
     (CHAT, {"messages": image(data_url()) * 5}, 400, "messages[4]"),
     ("/v1/completions", {}, 400, "prompt"),
     ("/v1/completions", {"prompt": []}, 400, "prompt"),

@@ -179,7 +179,14 @@ def test_responses_stream_equals_document(server: Running, client: openai.OpenAI
 def test_sampling_values_are_the_requests_own(server: Running, client: openai.OpenAI) -> None:
     extra = {"top_k": 7, "min_p": 0.1, "min_tokens": 1, "ignore_eos": False, "stop_token_ids": [9], "priority": -2}
     client.chat.completions.create(
-        model=NAME, messages=ASK, temperature=0.0, top_p=0.5, seed=11, stop="x", max_completion_tokens=3, extra_body=extra
+        model=NAME,
+        messages=ASK,
+        temperature=0.0,
+        top_p=0.5,
+        seed=11,
+        stop="x",
+        max_completion_tokens=3,
+        extra_body=extra,
     )
     (request,) = server.engine.requests
     params = request.params

@@ -97,7 +97,13 @@ def fetch(certificate: tuple[Path, Path], path: str, **options: Any) -> bytes:
         server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
         port = server.sockets[0].getsockname()[1]
         tls = ssl.create_default_context(cafile=str(cert))
-        given: Any = {"seconds": 3.0, "max_bytes": 1000, "tls": tls, "is_allowed": lambda a: a == "127.0.0.1", **options}
+        given: Any = {
+            "seconds": 3.0,
+            "max_bytes": 1000,
+            "tls": tls,
+            "is_allowed": lambda a: a == "127.0.0.1",
+            **options,
+        }
         try:
             return await fetch_image(f"https://localhost:{port}{path}", **given)
         finally:

@@ -39,7 +39,9 @@ def test_hanging_up_frees_the_request(server: Running, path: str, body: dict[str
     server.engine.script, server.engine.step_seconds = "word " * 5000, 0.01
     with httpx.Client(base_url=server.url) as client:
         try:
-            with client.stream("POST", path, json={**body, "stream": stream}, timeout=0.3) as response:
+            with client.stream(
+                "POST", path, json={**body, "stream": stream}, timeout=10 if stream else 0.5
+            ) as response:
                 next(response.iter_lines())
         except httpx.ReadTimeout:
             assert not stream
@@ -89,13 +91,13 @@ def test_row_that_is_not_a_number_ends_its_request(
     assert "[DONE]" not in text
     server.engine.nan_at = None
     assert http.post(path, json=body).status_code == 200
-    errors = [line for line in http.get("/metrics").text.splitlines() if line.startswith("leadline:numerics_errors_total")]
+    errors = [
+        line for line in http.get("/metrics").text.splitlines() if line.startswith("leadline:numerics_errors_total")
+    ]
     assert float(errors[0].split()[-1]) >= 2
 
 
-def test_clients_see_errors_inside_streams(
-    server: Running, client: openai.OpenAI, claude: anthropic.Anthropic
-) -> None:
+def test_clients_see_errors_inside_streams(server: Running, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     server.engine.script, server.engine.nan_at = "one two three four", 3
     with pytest.raises(openai.APIError, match="NaN"):
         list(client.chat.completions.create(model=NAME, messages=ASK, stream=True))

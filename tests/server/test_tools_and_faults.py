@@ -19,7 +19,15 @@ from tests.server.test_clients import ASK, TOOL, data_url
 pytestmark = pytest.mark.unit
 
 D = "｜DSML｜"
-STRINGS = ['plain', 'a < b && c > "d" & \\ \' </', "深度思考 🤔👩‍👩‍👧", "line\nbreak\ttab", f"<{D} x </think> <{D} calls>", "}{][", ""]
+STRINGS = [
+    "plain",
+    'a < b && c > "d" & \\ \' </',
+    "深度思考 🤔👩‍👩‍👧",
+    "line\nbreak\ttab",
+    f"<{D} x </think> <{D} calls>",
+    "}{][",
+    "",
+]
 ARGUMENTS: dict[str, Any] = {f"s{i}": text for i, text in enumerate(STRINGS)} | {
     "number": -1.5e3,
     "list": [1, {"k": "<&>"}, None, True],
@@ -38,9 +46,7 @@ def markup(name: str, arguments: dict[str, Any], spaced: bool = True) -> str:
             f'<{D}{space}parameter name="{key}" string="{str(is_string).lower()}">{text}</{D}{space}parameter>'
         )
     inside = "\n".join(lines)
-    return (
-        f'\n\n<{D}{space}{block}>\n<{D}{space}invoke name="{name}">\n{inside}\n</{D}{space}invoke>\n</{D}{space}{block}>'
-    )
+    return f'\n\n<{D}{space}{block}>\n<{D}{space}invoke name="{name}">\n{inside}\n</{D}{space}invoke>\n</{D}{space}{block}>'
 
 
 def byte_tokens(server: Running, text: str) -> list[int]:
