@@ -16,6 +16,7 @@ from leadline.errors import LeadlineError
 _COMMANDS = {
     "generate": "Continue a text.",
     "chat": "Talk to the model.",
+    "serve": "Serve the model over HTTP: OpenAI's and Anthropic's protocols.",
     "bench": "Measure a running server.",
     "verify": "Check this machine's results against a recording.",
     "plan": "Show a model's layers, sizes and memory needs, from its configuration alone.",

@@ -145,7 +145,7 @@ def test_refuses_this_machine_and_strange_certificates(certificate: tuple[Path, 
 
 @pytest.mark.parametrize("path", ["/hang", "/drip"])
 def test_time_limit(certificate: tuple[Path, Path], path: str) -> None:
-    with pytest.raises(ImageError, match="within 0.3 seconds"):
+    with pytest.raises(ImageError, match=r"within 0\.3 seconds"):
         fetch(certificate, path, seconds=0.3)
 
 

@@ -1,4 +1,4 @@
-"""Tool calls, and the faults of prompt format, tools, reasoning and images that other servers had, each by its number."""
+"""Tool calls, and the known faults of other servers in prompts, tools, reasoning and images, each by its number."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def markup(name: str, arguments: dict[str, Any], spaced: bool = True) -> str:
         lines.append(
             f'<{D}{space}parameter name="{key}" string="{str(is_string).lower()}">{text}</{D}{space}parameter>'
         )
-    inside = "\n".join(lines)
-    return f'\n\n<{D}{space}{block}>\n<{D}{space}invoke name="{name}">\n{inside}\n</{D}{space}invoke>\n</{D}{space}{block}>'
+    call = "\n".join([f'<{D}{space}invoke name="{name}">', *lines, f"</{D}{space}invoke>"])
+    return f"\n\n<{D}{space}{block}>\n{call}\n</{D}{space}{block}>"
 
 
 def byte_tokens(server: Running, text: str) -> list[int]:

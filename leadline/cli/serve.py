@@ -1,0 +1,78 @@
+"""`leadline serve`: the model over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from leadline.cli import options
+from leadline.llm import LLM
+from leadline.server.run import run
+from leadline.server.service import Progress, ServedModel, Service
+from leadline.server.settings import ServerSettings
+
+_DEFAULTS = ServerSettings()
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint folder or hub id; nothing: the small random model.", show_default=False)
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name for requests; repeat for several.", show_default="the model word")
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="LEADLINE_API_KEY", help="Key that requests must carry.", show_default=False)
+    ] = "",
+    weights: options.Weights = "auto",
+    prefill: options.Prefill = "halo",
+    speculate: options.Speculate = False,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512,
+    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = _DEFAULTS.max_body_bytes >> 20,
+    max_images: Annotated[int, typer.Option(min=0, help="Most images of a request.")] = _DEFAULTS.max_images,
+    image_urls: Annotated[
+        bool, typer.Option("--image-urls/--no-image-urls", help="Fetch https images from public addresses.")
+    ] = _DEFAULTS.image_urls,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which a request ends.", show_default="never")
+    ] = _DEFAULTS.request_seconds,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds for running requests when told to stop.")
+    ] = _DEFAULTS.drain_seconds,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
+) -> None:
+    """Serve the model over HTTP. The log goes to stderr, one line a request."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    settings = ServerSettings(
+        names=tuple(served_model_name or [model or "leadline"]),
+        api_key=api_key or None,
+        max_body_bytes=max_body_mib << 20,
+        max_images=max_images,
+        image_urls=image_urls,
+        request_seconds=request_timeout,
+        drain_seconds=drain_timeout,
+        log_prompts=log_prompts,
+    )
+
+    def load(progress: Progress) -> ServedModel:
+        llm = LLM(
+            model or None,
+            weights=weights,
+            prefill=prefill,
+            speculate=speculate,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_cache_tokens=max_cache_tokens,
+            progress=progress,
+        )
+        return ServedModel.of(llm)
+
+    run(Service(settings, load), host, port)
