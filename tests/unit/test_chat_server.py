@@ -130,7 +130,7 @@ def test_a_server_that_is_not_there_is_one_line_and_status_1(monkeypatch, capsys
 def test_options_of_a_local_model_are_refused(run):
     result = run(Server(), "--speculate")
     assert result.exit_code == 2
-    assert "the server's to choose" in result.stderr
+    assert "choose" in result.stderr
 
 
 def test_keys_that_no_header_can_carry():
