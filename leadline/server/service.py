@@ -277,11 +277,13 @@ class Service:
                         if delta.finish_reason not in (None, "stop", "length"):
                             raise _failure(delta)
                         events += job.answers.feed(index, delta)
-                    yield events
+                    if events or not deltas:
+                        yield events
             if len(job.finish_reasons) < sum(request.params.n for request in job.requests):
                 raise EngineError("engine: the answer broke off before its end")
             self.metrics.request_end(time.perf_counter() - job.started)
-            yield job.answers.end()
+            if ending := job.answers.end():
+                yield ending
         finally:
             cancel(job)
             self._log(job)
