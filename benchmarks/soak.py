@@ -33,8 +33,9 @@ MAX_GROWTH = 0.05  # of memory, from the end of the first third of all rounds to
 KEPT = ("completed", "cancelled", "failed", "errors", "cached_share", "output_throughput", "p90_ttft_ms",
         "p90_ttft_short_ms", "p90_ttft_long_ms")  # fmt: skip
 COLUMNS = {
-    "minute": "minute", "completed": "completed", "dropped": "cancelled", "failed": "failed", "% cached": "cached_share",
-    "output tokens/s": "output_throughput", "p90 TTFT ms": "p90_ttft_ms", "short": "p90_ttft_short_ms",
+    "minute": "minute", "completed": "completed", "dropped": "cancelled", "failed": "failed",
+    "% cached": "cached_share", "output tokens/s": "output_throughput", "p90 TTFT ms": "p90_ttft_ms",
+    "short": "p90_ttft_short_ms",
     "long": "p90_ttft_long_ms", "MiB": "memory_mib", "slots": "slots_used", "pages": "kv_pages_used",
     "snapshots": "snapshots",
 }  # fmt: skip

@@ -21,6 +21,8 @@ _PROMPT_FIELDS: dict[Protocol, tuple[str, ...]] = {
     "messages": ("messages", "system", "tools", "tool_choice"),
     "responses": ("input", "instructions", "tools", "tool_choice", "text"),
 }
+# deepseek-recipe puts a remark in the place of the first two and nothing in that of the third; nobody would notice.
+_UNREAD = ("document", "input_file", "item_reference")
 _ECHO_FIELDS = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "tools", "tool_choice", "text",
                 "metadata", "parallel_tool_calls")  # fmt: skip
 
@@ -45,6 +47,7 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     """Read a body that has passed its schema. Raises: ApiError 400 for what cannot be done."""
     raw = {key: value for key, value in raw.items() if value is not None}
     body = {key: raw[key] for key in _PROMPT_FIELDS[protocol] if key in raw}
+    _refuse_unread(_PROMPT_FIELDS[protocol][0], raw[_PROMPT_FIELDS[protocol][0]])
     thinking, effort = _thinking(protocol, raw)
     is_json, schema = _answer_format(protocol, raw)
     if not body.get("tools"):
@@ -136,6 +139,18 @@ def _answer_format(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool, di
         return bool(found), found.get("schema")
     found = (raw.get("text") or {}).get("format") or {}
     return json_schema_of({"type": found.get("type", "text"), "json_schema": found})
+
+
+def _refuse_unread(field: str, value: Any) -> None:
+    """Refuse parts that would be left out of the prompt without a word; `field` says where `value` stands."""
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _refuse_unread(f"{field}.{number}", entry)
+    elif isinstance(value, Mapping):
+        if value.get("type") in _UNREAD:
+            message = f"{field}: expected texts and images, got {value['type']}; put its text into the message"
+            raise ApiError(400, message, param=field)
+        _refuse_unread(f"{field}.content", value.get("content"))
 
 
 def _is_forced(choice: Any) -> bool:

@@ -33,7 +33,7 @@ def _app(parts: Any) -> Any:
 
 
 _SETTINGS = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,13 +67,13 @@ def test_kill_9_during_a_stream_leaves_no_lock_behind(tmp_path: Path) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 400, "stream": True, "ignore_eos": True}
     first = ServerProcess(*arguments, log=tmp_path / "first.log")
     with httpx.stream("POST", f"{first.url}/v1/completions", json=body, timeout=60) as response:
-        assert next(response.iter_lines()).startswith("data:")
+        lines = response.iter_lines()
+        assert next(lines).startswith("data:")
         first.process.kill()
         with pytest.raises(httpx.HTTPError):
-            for _ in response.iter_lines():
-                pass
+            list(lines)
     first.process.wait(10)
     with ServerProcess(*arguments, log=tmp_path / "second.log", port=first.port) as second:
         answer = httpx.post(f"{second.url}/v1/completions", json=body | {"stream": False, "max_tokens": 5}, timeout=60)
         assert json.loads(answer.content)["usage"]["completion_tokens"] == 5
-        assert second.stop() == 0
+        assert second.stop() in (0, -signal.SIGTERM)

@@ -1,0 +1,143 @@
+"""`leadline serve`: its options, and a real process with the small default model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from leadline.cli import main as cli_main
+from tests.server.test_clients import ASK, data_url
+
+START_SECONDS = 120  # on a busy machine
+COMMAND = [sys.executable, "-c", "from leadline.cli.main import main; main()", "serve"]
+
+
+@pytest.mark.unit
+def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr("leadline.cli.serve.run", lambda *given: ran.append(given))
+    monkeypatch.setattr("logging.basicConfig", lambda **options: None)
+    line = "serve some/model --port 0 --host 0.0.0.0 --served-model-name a --served-model-name b --no-image-urls "
+    line += "--max-body-mib 2 --drain-timeout 3 --request-timeout 9 --log-prompts --max-images 1"
+    found = CliRunner().invoke(cli_main.app, line.split(), env={"LEADLINE_API_KEY": "k"})
+    assert found.exit_code == 0, found.output
+    ((service, host, port),) = ran
+    settings = service.settings
+    assert (host, port) == ("0.0.0.0", 0)
+    assert settings.names == ("a", "b")
+    assert (settings.api_key, settings.image_urls, settings.max_body_bytes) == ("k", False, 2 << 20)
+    assert (settings.drain_seconds, settings.request_seconds, settings.max_images) == (3, 9, 1)
+    assert settings.log_prompts
+    assert "'k'" not in repr(settings)
+    CliRunner().invoke(cli_main.app, ["serve"], env={"LEADLINE_API_KEY": ""})
+    service, host, port = ran[1]
+    assert (service.settings.names, service.settings.api_key) == (("leadline",), None)
+    assert (host, port) == ("127.0.0.1", 8000)
+
+
+@contextmanager
+def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server process, its address, and its log up to the line that tells it."""
+    command = [*COMMAND, "--port", "0", *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as child:
+        try:
+            assert child.stderr is not None
+            log: list[str] = []
+            while not (address := re.search(r"serving address=(\S+)", log[-1] if log else "")):
+                line = child.stderr.readline()
+                assert line, "".join(log)
+                log.append(line)
+            yield child, address[1], log
+        finally:
+            child.kill()
+
+
+@pytest.mark.tiny
+def test_small_model_end_to_end() -> None:
+    with process("--drain-timeout", "5") as (child, url, log):
+        assert len([line for line in log if " INFO " in line]) == 1
+        assert "context=" in log[-1]
+        client = openai.OpenAI(base_url=url + "/v1", api_key="-", max_retries=0, timeout=60)
+        claude = anthropic.Anthropic(base_url=url, api_key="-", max_retries=0, timeout=60)
+        with client, claude:
+            (model,) = client.models.list().data
+            asked: Any = {"model": model.id, "temperature": 0, "max_tokens": 12}
+            whole = client.chat.completions.create(messages=ASK, **asked)
+            pieces = list(client.chat.completions.create(messages=ASK, **asked, stream=True))
+            reasoning = "".join(getattr(piece.choices[0].delta, "reasoning", None) or "" for piece in pieces)
+            assert whole.choices[0].message.model_dump().get("reasoning", "") == reasoning
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 12 or whole.choices[0].finish_reason == "stop"
+            parts: Any = [{"type": "image_url", "image_url": {"url": data_url()}}, {"type": "text", "text": "?"}]
+            seen = client.chat.completions.create(messages=[{"role": "user", "content": parts}], **asked)
+            assert seen.usage is not None
+            assert seen.usage.prompt_tokens > whole.usage.prompt_tokens
+            text = client.completions.create(prompt="The", **asked).choices[0].text
+            streamed = client.completions.create(prompt="The", **asked, stream=True)
+            assert "".join(piece.choices[0].text for piece in streamed) == text
+            assert claude.messages.create(messages=ASK, **asked).usage.output_tokens <= 12
+            answer = client.responses.create(model=model.id, input="hi", max_output_tokens=12, temperature=0)
+            assert answer.usage is not None
+            off = {"thinking": {"type": "disabled"}}
+            shape: Any = {"type": "json_object"}
+            asked["max_tokens"] = 64
+            json_text = client.chat.completions.create(messages=ASK, **asked, response_format=shape, extra_body=off)
+            assert (json_text.choices[0].message.content or "").startswith("{")
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(model=model.id, prompt="word " * 400_000)
+            assert refused.value.param == "prompt"
+            assert answer.usage.output_tokens <= 12
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.tiny
+def test_sigterm_lets_an_answer_end() -> None:
+    with process("--drain-timeout", "30") as (child, url, _):
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            child.send_signal(signal.SIGTERM)
+            assert "data: [DONE]" in list(lines)
+        assert child.wait(20) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.tiny
+def test_killed_in_a_stream_leaves_nothing_behind() -> None:
+    with process() as (child, url, _):
+        body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+            child.kill()
+            with pytest.raises(httpx.HTTPError):
+                list(response.iter_lines())
+    port = url.rpartition(":")[2]
+    start = time.monotonic()
+    with process("--port", port) as (_, again, _log):
+        assert again == url
+        assert httpx.get(again + "/ready", timeout=20).status_code == 200
+    assert time.monotonic() - start < START_SECONDS
+
+
+@pytest.mark.unit
+def test_missing_model_ends_the_process() -> None:
+    command = [*COMMAND, "/no/such/model", "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert found.returncode == 1
+    assert "/no/such/model" in found.stderr.splitlines()[-1]
+    assert "Traceback" not in found.stderr
