@@ -34,7 +34,7 @@ KEPT = ("completed", "cancelled", "failed", "errors", "cached_share", "output_th
         "p90_ttft_short_ms", "p90_ttft_long_ms")  # fmt: skip
 COLUMNS = {
     "minute": "minute", "completed": "completed", "dropped": "cancelled", "failed": "failed",
-    "% cached": "cached_share", "output tokens/s": "output_throughput", "p90 TTFT ms": "p90_ttft_ms",
+    "% cached": "cached_share", "out/s": "output_throughput", "p90 TTFT ms": "p90_ttft_ms",
     "short": "p90_ttft_short_ms",
     "long": "p90_ttft_long_ms", "MiB": "memory_mib", "slots": "slots_used", "pages": "kv_pages_used",
     "snapshots": "snapshots",
@@ -91,7 +91,7 @@ def main() -> None:
         table.add_column(heading, justify="right")
     for entry in rounds[:: max(1, len(rounds) // 20)]:
         table.add_row(*(cell(heading, entry[key]) for heading, key in COLUMNS.items()))
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=120).print(table)
 
     totals = {key: sum(entry[key] for entry in rounds) for key in ("completed", "cancelled", "failed", "slots_used")}
     growth = rounds[-1]["memory_mib"] / rounds[len(rounds) // 3]["memory_mib"] - 1
