@@ -12,6 +12,7 @@
     ├── OperatorError      an operator's operands, or a named implementation that cannot run here
     ├── NumericsError      a step produced NaN or infinite logits for a request
     ├── EngineError        a step failed, a deadline passed, or the engine has stopped
+    ├── ServerError        a server that a command talks to: not reachable, refuses, or breaks off
     └── VerificationError  a recorded run that this machine does not reproduce
 
 A message names the thing, what was expected, what came and what to do about it. Commands print it as one line and exit
@@ -71,3 +72,7 @@ class NumericsError(LeadlineError):
 
 class VerificationError(LeadlineError):
     """A recorded run is not reproduced within the stated tolerances."""
+
+
+class ServerError(LeadlineError):
+    """A server that a command talks to is not reachable, refuses, or breaks off."""

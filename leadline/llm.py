@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from leadline.cache.prefix import PrefixCache
 from leadline.checkpoint.random_model import default_model_folder
 from leadline.config.sampling import SamplingParams
 from leadline.engine.core import EngineCore
@@ -16,7 +18,7 @@ from leadline.engine.request import Delta, FinishReason, Progress, Request
 from leadline.engine.sampler import Logprob
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CheckpointError, LeadlineError, PromptError
+from leadline.errors import CheckpointError, LeadlineError, PromptError, RequestError
 from leadline.model.step import Prefill
 from leadline.text.chat import ChatDelta, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import expand_images, load_image, prepare_image
@@ -154,6 +156,7 @@ class LLM:
         from leadline.model.model import Model  # here: an LLM around another model needs none of it
 
         loaded = Model.load(folder, weights=weights, progress=progress)
+        self._folder: Path | None = folder
         self._set_up(
             loaded,
             Tokenizer.load(folder, loaded.config),
@@ -173,6 +176,7 @@ class LLM:
     def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
         """The same around a model in memory. `options`: the constructor's from `prefill` on, and a name."""
         llm = cls.__new__(cls)
+        llm._folder = None
         llm._set_up(model, tokenizer, **options)
         return llm
 
@@ -354,6 +358,35 @@ class LLM:
             )
             for prompt_ids, per_token in zip(ids, scored, strict=True)
         ]
+
+    def save_prefixes(self, path: str | Path) -> None:
+        """Write the cache of past sequences to a file, for `load_prefixes` with the same model.
+
+        Raises: RequestError without a prefix cache, or for a model that was not loaded from a folder.
+        """
+        self._prefix_cache().save(path, self._fingerprint())
+
+    def load_prefixes(self, path: str | Path) -> None:
+        """Add what `save_prefixes` wrote to the cache of past sequences, as far as there is room.
+
+        Raises: CheckpointError if the file is damaged or of another model. RequestError as `save_prefixes`.
+        """
+        self._prefix_cache().load(path, self._fingerprint())
+
+    def _prefix_cache(self) -> PrefixCache:
+        if self.engine.prefix is None:
+            raise RequestError("prefix cache: there is none, as max_snapshots is 0; raise it")
+        return self.engine.prefix
+
+    def _fingerprint(self) -> str:
+        """Of configuration and weights: the files' names, sizes and first bytes, which hold the shards' headers."""
+        if self._folder is None:
+            raise RequestError("prefix cache: only a model that was loaded from a folder can save it or load one")
+        digest = hashlib.sha256()
+        for path in sorted(p for p in self._folder.iterdir() if p.suffix in (".json", ".safetensors")):
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 16))
+        return digest.hexdigest()
 
     def _run_chat(
         self, prompts: list[ChatPrompt], requests: list[Request], progress: Progress | None

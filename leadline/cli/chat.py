@@ -1,4 +1,7 @@
-"""`leadline chat`: a conversation in the terminal, or one line of a pipe after the other."""
+"""`leadline chat`: a conversation in the terminal, or one line of a pipe after the other.
+
+The model runs in this process, or with `--url` in a server; the conversation is the same.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,25 @@ from rich.console import Console
 from rich.text import Text
 
 from leadline.cli import options
+from leadline.cli.answers import AnswerSource, ModelAnswers, ServerAnswers
 from leadline.cli.options import DEFAULTS, LONG_PROMPT, for_terminal, open_llm, progress_bar
 from leadline.config.sampling import SamplingParams
 from leadline.errors import LeadlineError, PromptError
-from leadline.llm import LLM, CompletionOutput
-from leadline.text.chat import Effort
-from leadline.text.images import load_image
 
 _HELP = "/exit ends, /reset forgets all, /image PATH adds an image to the next message, Ctrl-C stops an answer"
 
 
 def chat(
-    model: options.Model = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Checkpoint folder or hub id; empty: the small random model. With --url: the name there.",
+        ),
+    ] = "",
+    url: options.Url = "",
+    api_key: options.ApiKey = "",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", show_default="on where the model knows it")
@@ -53,26 +63,37 @@ def chat(
         max_tokens=max_tokens or None,
         stop=stop or (),
     )
-    llm = open_llm(model, weights, prefill, speculate, max_model_len)
-    conversation = _Conversation(llm, params, system, thinking, _effort(effort))
+    source: AnswerSource
+    if url:
+        if (weights, prefill, speculate, max_model_len) != ("auto", "halo", False, None):
+            raise typer.BadParameter("--weights, --prefill, --speculate and --max-model-len are the server's to choose")
+        source = ServerAnswers(url, params, api_key=api_key, model=model, thinking=thinking, effort=_effort(effort))
+        Console(stderr=True).print(f"{source.model} at {url}", style="dim", highlight=False, markup=False)
+    else:
+        llm = open_llm(model, weights, prefill, speculate, max_model_len)
+        source = ModelAnswers(llm, params, thinking=thinking, effort=_effort(effort))
+    conversation = _Conversation(source, system)
     if sys.stdin.isatty():
         with suppress(ImportError):
             importlib.import_module("readline")  # gives input() line editing and history
         Console(stderr=True).print(_HELP, style="dim", highlight=False)
-    while (line := _read_line()) is not None and line.strip() != "/exit":
+    while True:
         try:
-            conversation.take(line)
-        except LeadlineError as error:  # of this message: the conversation goes on without it
-            Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            line = _read_line()
+            if line is None or line.strip() == "/exit":
+                return
+            try:
+                conversation.take(line)
+            except LeadlineError as error:  # of this message: the conversation goes on without it
+                text = f"error: {error}"
+                Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:  # at the prompt, or just before or behind an answer: drops the line, never the chat
+            typer.echo(err=True)
 
 
 class _Conversation:
-    def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, thinking: bool | None, effort: Effort | None
-    ) -> None:
-        self._llm = llm
-        self._params = params
-        self._options: dict[str, Any] = {"thinking": thinking, "effort": effort}
+    def __init__(self, source: AnswerSource, system: str | None) -> None:
+        self._source = source
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
         self._reset()
@@ -83,8 +104,7 @@ class _Conversation:
         if command == "/reset":
             self._reset()
         elif command == "/image":
-            load_image(argument.strip())  # refuse what cannot be read now rather than with the message
-            self._images.append(Path(argument.strip()))
+            self._images.append(_readable_image(argument.strip()))
         elif command.startswith("/") and "/" not in command[1:]:
             raise PromptError(f"{command}: no such command; {_HELP}")
         elif line.strip():
@@ -99,43 +119,55 @@ class _Conversation:
         parts: list[dict[str, Any]] = [{"type": "image", "image": path} for path in self._images]
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         messages = [*self._messages, {"role": "user", "content": content}]
-        answer = CompletionOutput(index=0)
+        said = reasoned = ""
+        num_tokens, note = 0, ""
         start = time.perf_counter()
         try:
-            with progress_bar("prompt", least=LONG_PROMPT) as report:
-                pieces = self._llm.stream_chat(messages, self._params, progress=report, **self._options)
-                with closing(pieces):
-                    for piece in pieces:
-                        answer.add(piece.delta, piece.parts)
-                        for part in piece.parts:
-                            style = "dim" if part.kind == "reasoning" else ""
-                            self._console.print(Text(for_terminal(part.text), style=style), end="")
-            note = "" if answer.finish_reason != "length" else ", cut at --max-tokens or the context"
+            with (
+                progress_bar("prompt", least=LONG_PROMPT) as report,
+                closing(self._source.answer(messages, report)) as pieces,
+            ):
+                for piece in pieces:
+                    reasoned += piece.reasoning
+                    said += piece.content
+                    num_tokens += piece.num_tokens
+                    self._show(piece.reasoning, "dim")
+                    self._show(piece.content, "")
+                    if piece.error is not None:
+                        raise piece.error
+                    note = ", cut at --max-tokens or the context" if piece.finish_reason == "length" else ""
         except KeyboardInterrupt:
             note = ", stopped"
-        self._console.print()
-        if answer.error is not None:
-            raise answer.error
+        finally:
+            self._console.print()
         self._images = []
-        reply = {"role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning}
-        self._messages = [*messages, reply]
-        seconds = time.perf_counter() - start
-        summary = f"{len(answer.token_ids)} tokens in {seconds:.1f} s{note}"
+        self._messages = [*messages, {"role": "assistant", "content": said, "reasoning_content": reasoned}]
+        made = f"{num_tokens} tokens in " if num_tokens else ""  # a server does not count an answer that was stopped
+        summary = f"{made}{time.perf_counter() - start:.1f} s{note}"
         Console(stderr=True).print(summary, style="dim", highlight=False)
+
+    def _show(self, text: str, style: str) -> None:
+        if text:
+            self._console.print(Text(for_terminal(text), style=style), end="")
+
+
+def _readable_image(name: str) -> Path:
+    """The path of an image; one that cannot be read is refused now rather than with the message."""
+    from leadline.text.images import load_image  # here: it imports torch
+
+    load_image(name)
+    return Path(name)
 
 
 def _read_line() -> str | None:
-    """The next line, None at the end of input. Ctrl-C at the prompt drops the line."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "")
-        except KeyboardInterrupt:
-            typer.echo(err=True)
-        except EOFError:
-            return None
-        except UnicodeDecodeError as error:
-            raise PromptError(f"stdin: expected UTF-8 text, got {error}") from None
+    """The next line, None at the end of input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+    except UnicodeDecodeError as error:
+        raise PromptError(f"stdin: expected UTF-8 text, got {error}") from None
 
 
-def _effort(text: str | None) -> Effort | None:
-    return int(text) if text is not None and text.isdecimal() else text  # type: ignore[return-value]
+def _effort(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.isdecimal() else text

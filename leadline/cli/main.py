@@ -17,6 +17,7 @@ _COMMANDS = {
     "generate": "Continue a text.",
     "chat": "Talk to the model.",
     "serve": "Serve the model over HTTP: OpenAI's and Anthropic's protocols.",
+    "bench": "Measure a running server.",
     "verify": "Check this machine's results against a recording.",
     "plan": "Show a model's layers, sizes and memory needs, from its configuration alone.",
     "ops": "List the operators, their implementations and what runs here.",
@@ -38,10 +39,13 @@ class _LazyGroup(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    function = getattr(importlib.import_module(f"leadline.cli.{name}"), name)
-    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command(name)(function)
-    command = typer.main.get_command(single)
+    found = getattr(importlib.import_module(f"leadline.cli.{name}"), name)
+    if isinstance(found, typer.Typer):  # a group of commands
+        command = typer.main.get_command(found)
+    else:
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single.command(name)(found)
+        command = typer.main.get_command(single)
     command.name = name
     return command
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 
 from leadline.config.sampling import SamplingParams
-from leadline.engine.request import Progress as Report
-from leadline.llm import LLM
+
+if TYPE_CHECKING:
+    from leadline.llm import LLM
+
+Report = Callable[[int, int], None]
 
 DEFAULTS = SamplingParams()
 LONG_PROMPT = 1024  # tokens; shorter prompts need no progress bar
@@ -40,15 +42,17 @@ TopK = Annotated[int, typer.Option(help="Keep so many tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same answer.", show_default="random")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate; 0: up to the context.")]
+Url = Annotated[str, typer.Option(help="Address of a running server, such as http://127.0.0.1:8000.")]
+ApiKey = Annotated[
+    str, typer.Option(help="Key of the server.", envvar="LEADLINE_API_KEY", show_envvar=True, show_default="none")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; repeat for several.")]
 
 
 def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, max_model_len: int | None) -> LLM:
-    """Load the model with a progress bar on stderr. The default model is announced as what it is.
+    """Load the model with a progress bar on stderr. The default model is announced as what it is."""
+    from leadline.llm import LLM  # here: commands that talk to a server start without torch
 
-    A small model then computes with one thread, unless OMP_NUM_THREADS says how many: two gain a tenth on an idle
-    machine, and lose a factor of ten or more on a busy one (docs/log.md).
-    """
     console = Console(stderr=True)
     if not model:
         console.print(
@@ -63,9 +67,19 @@ def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, ma
             max_model_len=max_model_len,
             progress=report,
         )
+    choose_threads(llm)
+    return llm
+
+
+def choose_threads(llm: LLM) -> None:
+    """A small model computes with one thread, unless OMP_NUM_THREADS says how many.
+
+    Two gain a tenth on an idle machine, and lose a factor of ten or more on a busy one (docs/log.md).
+    """
+    import torch  # here: see open_llm
+
     if llm.config.hidden_size <= ONE_THREAD_WIDTH and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    return llm
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from leadline.cache.pages import PAGE_TOKENS
 from leadline.cli import options
+from leadline.engine.speculate import Speculation
 from leadline.engine.thread import AsyncEngine
 from leadline.llm import LLM
 from leadline.server.run import run
@@ -36,6 +39,17 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512,
     max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18,
+    max_snapshots: Annotated[
+        int, typer.Option(min=0, help="Places in past sequences from which new ones can start; 0: no prefix cache.")
+    ] = 256,
+    host_cache_mib: Annotated[
+        int, typer.Option(min=0, help="Host memory for what the cache of past sequences gives up.")
+    ] = 0,
+    cache_file: Annotated[
+        Path | None,
+        typer.Option(help="Read the cache of past sequences at the start, write it at the end.", show_default="none"),
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most sequences that wait; more are refused (429).")] = 256,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = _DEFAULTS.max_body_bytes >> 20,
     max_images: Annotated[int, typer.Option(min=0, help="Most images of a request.")] = _DEFAULTS.max_images,
     image_urls: Annotated[
@@ -62,30 +76,42 @@ def serve(
         log_prompts=log_prompts,
     )
 
+    loaded: list[LLM] = []
+
     def load(progress: Progress) -> ServedModel:
         llm = LLM(
             model or None,
             weights=weights,
             prefill=prefill,
-            speculate=speculate,
+            speculate=Speculation(adaptive=True) if speculate else False,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_cache_tokens=max_cache_tokens,
+            max_snapshots=max_snapshots,
+            host_cache_bytes=host_cache_mib << 20,
+            max_waiting=max_waiting,
             progress=progress,
         )
-        return _served(llm, max_cache_tokens)
+        options.choose_threads(llm)
+        if cache_file is not None and cache_file.exists():
+            llm.load_prefixes(cache_file)
+        loaded.append(llm)
+        return served_model(llm)
 
     run(Service(settings, load), host, port)
+    if cache_file is not None and loaded:
+        loaded[0].save_prefixes(cache_file)
 
 
-def _served(llm: LLM, cache_tokens: int) -> ServedModel:
-    context = min(llm.config.max_position_embeddings, cache_tokens)
+def served_model(llm: LLM) -> ServedModel:
+    """What a server needs of a loaded model."""
+    room = llm.cache.pages.num_pages * PAGE_TOKENS
     return ServedModel(
         tokenizer=llm.tokenizer,
         vision=llm.config.vision,
         encode_images=llm.model.encode_images,
-        engine=AsyncEngine(llm.core),
-        max_model_len=min(context, llm.max_model_len or context),
-        cache_tokens=cache_tokens,
+        engine=AsyncEngine(llm.engine),
+        max_model_len=min(llm.engine.max_length, room),
+        cache_tokens=room,
     )

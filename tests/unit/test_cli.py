@@ -1,10 +1,12 @@
 """The command line on the fake model: what it prints where, exit status, signals, start-up time."""
 
+import itertools
 import json
 import os
 import pty
 import re
 import select
+import string
 import subprocess
 import sys
 import time
@@ -218,18 +220,29 @@ class Terminal:
         seen, self.output = self.output[: match.end()], self.output[match.end() :]
         return seen
 
-    def interrupt_until(self, pattern):
-        """Ctrl-C at a prompt, again each second: readline loses a signal that comes before it waits for a key."""
+    def interrupt_until(self, pattern, keys=""):
+        """Ctrl-C, again until `pattern` shows; before each one the next of `keys`, until that is echoed.
+
+        At a prompt keys are needed: a Ctrl-C that comes just before readline waits, or that takes away input on which
+        readline is about to act, has no effect before the next key.
+        """
         end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end:
+        for key in itertools.chain(keys, itertools.repeat("")):
+            if key:
+                self.type(key)
+                self._read_until(key, seconds=2)
             self.type("\x03")
-            pause = time.monotonic() + 1
-            while time.monotonic() < pause and not re.search(pattern, self.output):
-                if select.select([self.terminal], [], [], 0.1)[0]:
-                    self.output += os.read(self.terminal, 4096).decode()
-            if re.search(pattern, self.output):
+            if self._read_until(pattern, seconds=2) or time.monotonic() > end:
                 break
         return self.wait_for(pattern)
+
+    def _read_until(self, pattern, seconds):
+        """Whether the output since the last match holds `pattern` within so many seconds."""
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.output) and time.monotonic() < end:
+            if select.select([self.terminal], [], [], 0.1)[0]:
+                self.output += os.read(self.terminal, 4096).decode()
+        return re.search(pattern, self.output) is not None
 
     def type(self, text):
         os.write(self.terminal, text.encode())
@@ -256,19 +269,14 @@ def terminal():
 
 def test_ctrl_c_stops_an_answer_but_not_the_chat(terminal):
     chat = terminal("chat", "--max-tokens", "0")
-    chat.wait_for("> ")
-    chat.type("hello\n")
-    chat.wait_for("abcabc")
-    chat.type("\x03")
-    chat.wait_for(r"tokens in .* s, stopped")
-    chat.wait_for("> ")
-    chat.type("again\n")
-    chat.wait_for("abcabc")
-    chat.type("\x03")
-    chat.wait_for("stopped")
+    for _ in range(2):
+        chat.wait_for("> ")
+        chat.type("hello\n")
+        chat.wait_for("abcabc")
+        chat.interrupt_until(r"tokens in .* s, stopped")
     chat.wait_for("> ")
     chat.type("half a line")
-    chat.interrupt_until("> ")
+    chat.interrupt_until("> ", keys=string.ascii_uppercase)
     chat.type("/exit\n")
     assert chat.process.wait(START_SECONDS) == 0
     assert "Traceback" not in chat.output

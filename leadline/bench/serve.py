@@ -1,0 +1,300 @@
+"""Drives a running OpenAI-compatible server over `/v1/completions` and takes the times that its clients see.
+
+Prompts are token ids, so lengths are exact. Times have the meaning of `vllm bench serve`: TTFT from sending to the
+first chunk, ITL between chunks, TPOT the time after the first token divided by the tokens after it, E2EL to the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+
+from leadline import client
+from leadline.bench.workload import Session, Turn, Workload, draw, sample_text
+from leadline.errors import ServerError
+
+_PATH = "/v1/completions"
+_QUANTILES = (90, 99)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """One request. Times in seconds; prompt and output tokens as the server counts them, for completed requests."""
+
+    prompt_len: int
+    state: Literal["completed", "cancelled", "failed"] = "failed"
+    error: str = ""
+    ttft: float = 0.0
+    latency: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    output_len: int = 0
+    cached: int | None = None
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What was measured so far. `seconds` runs from the first request to the last answer."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return (time.perf_counter() if self.ended is None else self.ended) - self.started
+
+
+class Benchmark:
+    """A workload against a server.
+
+    url: the server's address. model: its name there; empty for the first that it lists. vocab_size: draw prompts from
+    all ids below it, instead of the plain ones that `/tokenize` tells. request_seconds: a request that takes longer
+    counts as failed. on_outcome: called after each request.
+    Raises: ServerError for an address or key that no request can carry.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        workload: Workload,
+        *,
+        model: str = "",
+        api_key: str = "",
+        vocab_size: int | None = None,
+        request_seconds: float = 600.0,
+        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = client.base_url(url)
+        self.model = model
+        self.workload = workload
+        self.measurement = Measurement()
+        self._headers = client.headers(api_key)
+        self._vocab_size = vocab_size
+        self._request_seconds = request_seconds
+        self._on_outcome = on_outcome
+        self._transport = transport
+
+    async def run(self) -> Measurement:
+        """Sends everything; `measurement` holds what there is at any moment, also if this is cancelled.
+
+        Raises: ServerError if the server is not there, is something else, or refuses a request as wrong (a 4xx other
+            than 429: all others would fare alike).
+        """
+        async with AsyncExitStack() as stack:
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=self.url,
+                    headers=self._headers,
+                    timeout=httpx.Timeout(None, connect=client.CONNECT_SECONDS),
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                    transport=self._transport,
+                )
+            )
+            sessions = draw(self.workload, await self._prepare(http))
+            limit = asyncio.Semaphore(self.workload.concurrency or len(sessions))
+            self.measurement = Measurement()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for session in sessions:
+                        group.create_task(self._session(http, session, limit))
+            except* ServerError as errors:
+                raise _first(errors) from None
+            finally:
+                self.measurement.ended = time.perf_counter()
+        return self.measurement
+
+    async def _prepare(self, http: httpx.AsyncClient) -> Sequence[int]:
+        """Settles the model's name and returns the token ids to draw from."""
+        try:
+            async with asyncio.timeout(client.CONNECT_SECONDS):
+                known = client.models(await http.get("/v1/models"), self.url)
+                if self.model and self.model not in known:
+                    raise ServerError(f"model {self.model!r}: expected one that {self.url} serves, {', '.join(known)}")
+                self.model = self.model or known[0]
+                if self._vocab_size is not None:
+                    return range(self._vocab_size)
+                body = {"model": self.model, "prompt": sample_text(), "add_special_tokens": False}
+                response = await http.post("/tokenize", json=body)
+        except httpx.HTTPError as error:
+            raise client.unreachable(self.url, error) from None
+        except TimeoutError:
+            raise ServerError(f"server {self.url}: no answer within {client.CONNECT_SECONDS:.0f} s") from None
+        if not response.is_success:
+            refusal = client.refused(self.url, "/tokenize", response.status_code, response.content)
+            raise ServerError(f"{refusal}; without it --vocab-size has to be given")
+        return sorted(set(response.json()["tokens"]))
+
+    async def _session(self, http: httpx.AsyncClient, session: Session, limit: asyncio.Semaphore) -> None:
+        await asyncio.sleep(max(0.0, session.start - self.measurement.seconds))
+        for turn in session.turns:
+            async with limit:
+                outcome = Outcome(prompt_len=len(turn.prompt))
+                try:
+                    async with asyncio.timeout(self._request_seconds):
+                        await self._request(http, turn, outcome)
+                except TimeoutError:
+                    outcome.error = f"no end within {self._request_seconds:.0f} s"
+                except httpx.HTTPError as error:
+                    outcome.error = str(client.unreachable(self.url, error))
+                except _RequestFailedError as error:
+                    outcome.error = str(error)
+            self.measurement.outcomes.append(outcome)
+            self._on_outcome(outcome)
+
+    async def _request(self, http: httpx.AsyncClient, turn: Turn, outcome: Outcome) -> None:
+        body = {
+            "model": self.model,
+            "prompt": turn.prompt,
+            "max_tokens": turn.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.workload.temperature is not None:
+            body["temperature"] = self.workload.temperature
+        if self.workload.ignore_eos:
+            body["ignore_eos"] = True
+        chunks, usage, is_finished = 0, None, False
+        start = last = time.perf_counter()
+        async with http.stream("POST", _PATH, json=body) as response:
+            if not response.is_success:
+                error = client.refused(self.url, _PATH, response.status_code, await response.aread())
+                if response.status_code < 500 and response.status_code != 429:
+                    raise error
+                raise _RequestFailedError(str(error))
+            if turn.cancel_after == 0:
+                outcome.state = "cancelled"
+                return
+            async for line in response.aiter_lines():
+                try:
+                    chunk = client.event(line)
+                except ServerError as error:
+                    raise _RequestFailedError(str(error)) from None
+                if chunk is None:
+                    continue
+                usage = chunk.get("usage") or usage
+                if not chunk.get("choices"):
+                    continue
+                is_finished = is_finished or chunk["choices"][0].get("finish_reason") is not None
+                now = time.perf_counter()
+                if chunks:
+                    outcome.gaps.append(now - last)
+                else:
+                    outcome.ttft = now - start
+                chunks, last = chunks + 1, now
+                if chunks == turn.cancel_after:
+                    outcome.state = "cancelled"
+                    return
+        if not is_finished:
+            raise _RequestFailedError("the stream ended before the answer did")
+        outcome.latency = last - start
+        outcome.output_len = (usage or {}).get("completion_tokens", chunks)
+        details = (usage or {}).get("prompt_tokens_details") or {}
+        outcome.cached = details.get("cached_tokens")
+        outcome.state = "completed"
+
+
+class _RequestFailedError(Exception):
+    """One request failed; the others go on."""
+
+
+def summary(benchmark: Benchmark) -> dict[str, Any]:
+    """The figures of a benchmark, named as in `vllm bench serve`; what it lacks is spelled out in the same manner.
+
+    Times cover completed requests; None where there is nothing to take them from. cached_share: of their prompt tokens,
+    None for a server that does not tell. short and long: the completed requests with the shorter and the longer half of
+    the prompts.
+    """
+    outcomes = benchmark.measurement.outcomes
+    seconds = benchmark.measurement.seconds
+    completed = [outcome for outcome in outcomes if outcome.state == "completed"]
+    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+    input_tokens = sum(outcome.prompt_len for outcome in completed)
+    output_tokens = sum(outcome.output_len for outcome in completed)
+    told = [outcome for outcome in completed if outcome.cached is not None]
+    told_tokens = sum(outcome.prompt_len for outcome in told)
+    by_length = sorted(completed, key=lambda outcome: outcome.prompt_len)
+    half = len(by_length) // 2
+    figures: dict[str, Any] = {
+        "model_id": benchmark.model,
+        "num_prompts": benchmark.workload.sessions * benchmark.workload.turns,
+        "duration": seconds,
+        "completed": len(completed),
+        "failed": len(failed),
+        "cancelled": sum(outcome.state == "cancelled" for outcome in outcomes),
+        "errors": dict(Counter(outcome.error for outcome in failed).most_common()),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(completed) / seconds,
+        "input_throughput": input_tokens / seconds,
+        "output_throughput": output_tokens / seconds,
+        "total_token_throughput": (input_tokens + output_tokens) / seconds,
+        "cached_share": sum(outcome.cached or 0 for outcome in told) / told_tokens if told else None,
+    }
+    after_first = [outcome for outcome in completed if outcome.output_len > 1]
+    for name, values in (
+        ("ttft", [outcome.ttft for outcome in completed]),
+        ("tpot", [(outcome.latency - outcome.ttft) / (outcome.output_len - 1) for outcome in after_first]),
+        ("itl", [gap for outcome in completed for gap in outcome.gaps]),
+        ("e2el", [outcome.latency for outcome in completed]),
+    ):
+        figures |= _figures(name, values)
+    figures["p90_ttft_short_ms"] = _quantile([outcome.ttft for outcome in by_length[:half]], 90)
+    figures["p90_ttft_long_ms"] = _quantile([outcome.ttft for outcome in by_length[half:]], 90)
+    return figures
+
+
+def _figures(name: str, values: list[float]) -> dict[str, float | None]:
+    """Mean, median, deviation and quantiles of seconds, in milliseconds."""
+    figures: dict[str, float | None] = {
+        f"mean_{name}_ms": statistics.fmean(values) * 1000 if values else None,
+        f"median_{name}_ms": statistics.median(values) * 1000 if values else None,
+        f"std_{name}_ms": statistics.pstdev(values) * 1000 if values else None,
+    }
+    return figures | {f"p{share}_{name}_ms": _quantile(values, share) for share in _QUANTILES}
+
+
+def _quantile(values: list[float], share: int) -> float | None:
+    """In milliseconds, linear between neighbours, as numpy's default."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * share / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return (ordered[low] + (ordered[high] - ordered[low]) * (at - low)) * 1000
+
+
+def settings(workload: Workload) -> dict[str, Any]:
+    """The workload as it goes into the JSON line."""
+    return {
+        "sessions": workload.sessions,
+        "turns": workload.turns,
+        "shared_prefix": workload.shared_prefix,
+        "input_len": list(workload.input_len),
+        "output_len": list(workload.output_len),
+        "request_rate": workload.rate if math.isfinite(workload.rate) else "inf",
+        "max_concurrency": workload.concurrency,
+        "cancel": workload.cancel,
+        "ignore_eos": workload.ignore_eos,
+        "seed": workload.seed,
+    }
+
+
+def _first(errors: BaseExceptionGroup[ServerError]) -> ServerError:
+    """One of the errors of a group; requests that were refused for the same reason say the same."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, ServerError):
+        raise TypeError(f"expected a ServerError, got {error!r}")
+    return error
