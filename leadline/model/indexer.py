@@ -95,7 +95,7 @@ class Indexer:
         if total == 0:  # nothing is visible yet; one row that nobody points at keeps the shapes of later steps
             empty = torch.zeros(1, self.config.head_dim, dtype=torch.bfloat16, device=step.device)
             return DenseRows(empty), selection_TK.long()
-        if total <= DENSE_ROWS:
+        if total <= min(DENSE_ROWS, selection_TK.numel()):
             tables = [run.sequence.pool_rows(ratio)[:n] for run, n in zip(step.runs, num_visible, strict=True)]
             for i, n in enumerate(num_visible):
                 part = slice(active.offsets[i], active.offsets[i + 1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leadline.ops.reference.linear import linear_f32
-from leadline.ops.reference.scalar import scalar
+from leadline.ops.reference.scalar import inverse_rms, scalar
 
 # Up to this many tokens, balancing each in plain Python floats (about 17 us) is cheaper than 40 rounds of array calls.
 _FEW_TOKENS = 8
@@ -19,8 +19,7 @@ def mix_coefficients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     T, S, D = h_TSD.shape
     x = h_TSD.reshape(T, S * D).float()
-    n = x.square().mean(-1, True).add_(scalar(norm_eps)).rsqrt_()
-    return split(linear_f32(x, fn).mul_(n), base, scale, S, iters, eps)
+    return split(linear_f32(x, fn).mul_(inverse_rms(x, norm_eps)), base, scale, S, iters, eps)
 
 
 def split(m: Tensor, base: Tensor, scale: Tensor, S: int, iters: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:

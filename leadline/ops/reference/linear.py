@@ -74,6 +74,8 @@ def _grouped_product(x_TGI: Tensor, w_GYI: Tensor) -> Tensor:
 
 def _in_tiles(product: Product, x_TK: Tensor, w_NK: Tensor) -> Tensor:
     T = x_TK.shape[0]
+    if T == 1:  # cheaper than rows of zeros, and rows do not meet
+        return product(x_TK.expand(_TILE_ROWS, -1), w_NK)[:1]
     missing = -T % _TILE_ROWS if T else _TILE_ROWS
     if missing:
         x_TK = pad(x_TK, (0, 0, 0, missing))
