@@ -42,11 +42,11 @@ class Compressor:
         if latent_NC.shape[0] == 0:  # every other token of a decode
             return
         latent_NC = rms_norm(latent_NC, self.norm, self.eps)
-        cos, sin = new.angles["compressed"]
+        turn_NR = new.turns["compressed"]
         # The index key takes the latent before rotation.
-        key_NX = apply_rope(rms_norm(linear(latent_NC, self.wk), self.k_norm, self.eps), cos, sin)
+        key_NX = apply_rope(rms_norm(linear(latent_NC, self.wk), self.k_norm, self.eps), turn_NR)
         cache.keys[self.layer].write(new.pool_row_N, key_NX)
-        cache.compressed[self.layer].write(new.pool_row_N, apply_rope(latent_NC, cos, sin))
+        cache.compressed[self.layer].write(new.pool_row_N, apply_rope(latent_NC, turn_NR))
 
     def _project(self, x_TD: Tensor, step: StepBatch, cache: KVCache) -> Tensor:
         if self.ratio == 1:
