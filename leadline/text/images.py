@@ -219,7 +219,7 @@ def content_ids(ids_T: torch.Tensor, types_T: torch.Tensor, images: Sequence[Pre
         digest = torch.frombuffer(bytearray(content.digest(8 * image.plan.num_tokens)), dtype=torch.int64)
         numbers.append(-1 - (digest & ((1 << 62) - 1)))
     content_T[types_T != -1] = torch.cat(numbers)
-    return content_T.tolist()  # type: ignore[no-any-return]
+    return content_T.tolist()
 
 
 def _read_file(path: Path) -> bytes:
