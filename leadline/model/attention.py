@@ -66,7 +66,7 @@ class AttentionWeights:
     def output(self, o_THC: Tensor, turn_TR: Tensor) -> Tensor:
         """Attention output, turned back, through the output groups to bf16 [T, D] (architecture.md 4.10)."""
         groups = self.config.o_groups
-        o_THC = apply_rope(o_THC, turn_TR.conj())
+        o_THC = apply_rope(o_THC, turn_TR.conj_physical())
         width = self.config.num_attention_heads * self.config.head_dim // groups  # not -1: T may be 0
         z = grouped_linear(o_THC.reshape(o_THC.shape[0], groups, width), self.wo_a)
         return linear(act_quant(z), self.wo_b)

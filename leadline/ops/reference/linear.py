@@ -23,7 +23,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def linear(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     """w_NK: dense, or as `packed` gives it."""
     product = _packed_product if w_NK.is_mkldnn else F.linear
-    if x_TK.device.type == "cpu" and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
+    if x_TK.is_cpu and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
         return _in_tiles(product, x_TK, w_NK)
     return product(x_TK, w_NK)
 

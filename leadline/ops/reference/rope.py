@@ -37,6 +37,5 @@ def apply_rope(x: Tensor, turn_TR: Tensor) -> Tensor:
         turn_TR = turn_TR.view(-1, *[1] * (x.dim() - 2), half)
     out = x.clone(memory_format=torch.contiguous_format)
     turning = out[..., -2 * half :]
-    pairs = torch.view_as_complex(turning.float().unflatten(-1, (half, 2)))
-    turning.copy_(torch.view_as_real(pairs.mul_(turn_TR)).flatten(-2))
+    turning.copy_(turning.float().view(torch.complex64).mul_(turn_TR).view(torch.float32))
     return out

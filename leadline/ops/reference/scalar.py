@@ -17,4 +17,4 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
     `mean` is the same sum and division, but divides by a Python number.
     """
-    return x.square().sum(-1, True).div_(scalar(x.shape[-1])).add_(scalar(eps)).rsqrt_()
+    return torch.addcdiv(scalar(eps), x.square().sum(-1, True), scalar(x.shape[-1])).rsqrt_()
