@@ -154,6 +154,21 @@ def test_packed_weights_decode_by_their_blocks(kind: str) -> None:
     assert torch.equal(pair.dense_NK()[64:], dense)
 
 
+def test_products_where_weights_cannot_be_packed_or_rows_are_dependent(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, values = bf16(19, 96), weight(40, 96).dense_NK()
+    monkeypatch.setattr(linear.reference, "_can_pack", lambda: False)
+    w = Weight.from_bf16(values)
+    assert w.operand() is values
+    assert torch.equal(linear.linear(x, w), F.linear(x, values))
+    monkeypatch.undo()
+    monkeypatch.setattr(linear.reference, "_rows_are_independent", lambda *_: False)
+    for w in (Weight.from_bf16(values), packed_weight("fp8", 40, 96)):
+        out = linear.linear(x, w)
+        assert torch.equal(w.dense_NK(), w.densified().dense_NK())
+        assert torch.equal(torch.cat([linear.linear(row, w) for row in x.split(1)]), out)
+        torch.testing.assert_close(out, F.linear(x, w.dense_NK()), rtol=2**-7, atol=1e-3)
+
+
 def test_sinkhorn_ways_agree_bitwise() -> None:
     h = bf16(33, S, 64, scale=3)
     args = randn(24, 256), randn(24) * 3, randn(3) * 4, 20, 1e-6, EPS
