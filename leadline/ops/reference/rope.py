@@ -37,7 +37,6 @@ def apply_rope(x: Tensor, turn_TR: Tensor) -> Tensor:
         turn_TR = turn_TR.view(-1, *[1] * (x.dim() - 2), half)
     out = x.clone(memory_format=torch.contiguous_format)
     turning = out[..., -2 * half :]
-    turning.copy_(
-        turning.float(memory_format=torch.contiguous_format).view(torch.complex64).mul_(turn_TR).view(torch.float32)
-    )
+    pairs = turning.to(torch.float32, memory_format=torch.contiguous_format).view(torch.complex64)
+    turning.copy_(pairs.mul_(turn_TR).view(torch.float32))
     return out
