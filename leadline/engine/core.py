@@ -295,7 +295,7 @@ class EngineCore:
             except CapacityError:
                 return None
             cuts = {*range(SNAPSHOT_TOKENS, known, SNAPSHOT_TOKENS), hit.branch}
-            if self.prefill == "replay":
+            if self.prefill == "replay" or known % PAGE_TOKENS == 0:  # else the prompt's end serves its next time
                 cuts.add(border)
             job.cuts = sorted(cut for cut in cuts if cut > sequence.length)
         if self._reserve(sequence, job.target + 1):
