@@ -334,8 +334,8 @@ class EngineCore:
         for job in self._scheduler.running:
             if self.max_drafts:
                 job.drafts = self._wanted_drafts(job)
-        plan = self._scheduler.schedule(start)
-        deltas = [self._expired(job) for job in plan.expired]
+        deltas = [self._expired(job) for job in self._scheduler.expire(start)]
+        plan = self._scheduler.schedule()
         if not plan.decode and not plan.prefill:
             if not self._scheduler.running and self._scheduler.waiting:
                 deltas.append(self._failed(self._scheduler.waiting[0], self._no_room()))
@@ -348,7 +348,6 @@ class EngineCore:
             output = self.model.step([run for _, run, _ in batch], self.cache)
             rows = StepRows(output.rows) if len(output.rows) else None
         except Exception as error:
-            logger.exception("step failed")
             deltas += self._step_failed(plan, error)
             return deltas
         first = 0
@@ -369,7 +368,7 @@ class EngineCore:
         return deltas
 
     def _wanted_drafts(self, job: Job) -> int:
-        if job.matcher is not None and job.matcher.mask() is not None:
+        if job.matcher is not None and not job.matcher.is_free:
             return 0  # hardly a draft would fit the grammar
         # The last token of a sequence needs no processing, so one draft less than the tokens that are left.
         left = job.max_tokens - job.num_generated - 1
@@ -432,10 +431,10 @@ class EngineCore:
         position = run.logits_from + 1
         try:
             tokens = accept(job.sampler, rows, first, proposal, position, job.matcher)
-        except (NumericsError, RequestError) as error:
-            return self._failed(job, error)
-        job.sequence.truncate(position + len(tokens) - 1)
-        delta = self._delta(job, tokens, logits_LV, len(proposal.token_ids))
+            delta = self._delta(job, tokens, logits_LV, len(proposal.token_ids))
+        except Exception as error:
+            return self._failed(job, _typed(error))
+        job.sequence.truncate(position + len(delta.token_ids) - 1)
         self._count["generation_tokens"] += len(delta.token_ids)
         self._count["drafted"] += len(proposal.token_ids)
         self._count["accepted"] += len(tokens) - 1
@@ -514,11 +513,8 @@ class EngineCore:
     def _step_failed(self, plan: StepPlan[Job], error: Exception) -> list[Delta]:
         if self.prefix is not None:
             self.prefix.clear()
-        jobs = [job for job, _ in (*plan.decode, *plan.prefill) if not job.is_done]
-        reason = error if isinstance(error, LeadlineError) else EngineError(
-            f"step: the model failed with {type(error).__name__}: {error}; see the log"
-        )  # fmt: skip
-        return [self._failed(job, reason) for job in jobs]
+        error = _typed(error)
+        return [self._failed(job, error) for job, _ in (*plan.decode, *plan.prefill) if not job.is_done]
 
     def _last_delta(self, job: Job, reason: FinishReason, error: LeadlineError) -> Delta:
         text = "" if job.text is None else job.text.finish()
@@ -596,3 +592,11 @@ class EngineCore:
             steps=count["steps"],
             step_seconds=self._step_seconds,
         )
+
+
+def _typed(error: Exception) -> LeadlineError:
+    """What requests are told of a failure."""
+    if isinstance(error, LeadlineError):
+        return error
+    logger.error("step failed", exc_info=error)
+    return EngineError(f"step: it failed with {type(error).__name__}: {error}; see the log")

@@ -142,12 +142,9 @@ def test_alone_is_what_whole_forwards_give(prefill: Prefill) -> None:
 # One prompt, served in many ways --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stagger", [0, 1])
-@pytest.mark.parametrize("length", [21, 140])
-def test_f10_many_copies_of_one_prompt(stagger: int, length: int) -> None:
+@pytest.mark.parametrize(("length", "stagger"), [(21, 0), (140, 1)])
+def test_f10_many_copies_of_one_prompt(length: int, stagger: int) -> None:
     """All at once nobody can use what another has computed; staggered most of them start from a hit."""
-    if length == 140 and not stagger:
-        pytest.skip("nine thousand tokens that show no more than the short prompt does")
     request = greedy(ids_of(length), 6)
     server = Server("everything", pages=128, sequences=64, chunk=512)
     assert server.serve(*[request] * 64, stagger=stagger) == [alone(request)] * 64
@@ -156,7 +153,7 @@ def test_f10_many_copies_of_one_prompt(stagger: int, length: int) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "chunks of 7": {"chunk": 7, "sequences": 4},
+    "chunks of 23": {"chunk": 23},
     "chunks of 100": {"chunk": 100},
     "no prefix cache": {"max_snapshots": 0},
     "drafts": {"speculation": Speculation()},
@@ -216,7 +213,7 @@ def test_window_of_a_whole_page() -> None:
     server.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("speculation", [None, Speculation(), ADAPTIVE], ids=["plain", "drafts", "adaptive"])
+@pytest.mark.parametrize("speculation", [None, ADAPTIVE], ids=["plain", "adaptive"])
 def test_seeded_samples_depend_on_nothing_else(speculation: Speculation | None) -> None:
     """Alone, among others that come and go, as a hit, and after a preemption, with the same drafts on."""
     requests = [seeded(ids_of(252 + seed, seed), seed, 10) for seed in range(3)]
@@ -259,8 +256,14 @@ def test_samples_of_one_request(length: int, max_snapshots: int) -> None:
 # Hits -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefill", PREFILL_MODES)
-@pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 301])
+@pytest.mark.parametrize(
+    ("length", "prefill"),
+    [
+        *((length, "halo") for length in (127, 128, 129, 255, 256, 257, 301)),
+        *((length, "replay") for length in (143, 144, 256, 257)),
+        (256, "full"),
+    ],
+)
 def test_hits_at_borders_and_odd_lengths(length: int, prefill: Prefill) -> None:
     request = greedy(ids_of(length))
     server = Server(prefill=prefill)
@@ -274,25 +277,23 @@ def test_hits_at_borders_and_odd_lengths(length: int, prefill: Prefill) -> None:
     assert server.cached() == 0
 
 
-@pytest.mark.parametrize("name", ["shared_index", "released_head_sizes", "everything"])
+@pytest.mark.parametrize("name", ["released_head_sizes", "everything"])
 def test_f11_a_hit_after_others_used_every_page(name: str) -> None:
     first = greedy(ids_of(300, 1))
     server = Server(name, pages=9, chunk=100)
     expected = alone(first, name)
     assert server.serve(first) == [expected]
-    for seed in (2, 3):
-        server.serve(greedy(ids_of(700, seed), 2))
+    server.serve(greedy(ids_of(900, 2), 2))
     assert server.serve(first) == [expected]
     assert server.serve(first) == [expected]
     assert server.cached() == 2 * PAGE_TOKENS
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_f12_preempted_after_any_number_of_tokens(odd: int) -> None:
-    """Taken off its pages at every point of its answer, with an open group or without one, and resumed."""
-    request = greedy(ids_of(132 + odd), 12)
+def test_f12_preempted_after_any_number_of_tokens() -> None:
+    """Taken off its pages at some point of its answer, with an open group or without one, and resumed."""
+    request = greedy(ids_of(131), 8)
     expected = alone(request)
-    for after in range(2, 10):
+    for after in (1, 2, 3, 6):
         server = Server()
         server.add(request)
         for _ in range(after):
@@ -322,13 +323,13 @@ def test_two_sessions_take_turns(host_bytes: int) -> None:
     server = Server("draft", pages=16 if not host_bytes else 9, max_snapshots=4, host_bytes=host_bytes)
     talks = [ids_of(200, 1), ids_of(330, 2)]
     known, possible, got = [0, 0], 0, 0
-    for turn in range(22):
+    for turn in range(16):
         who = turn % 2
         (answer,) = server.serve(greedy(talks[who], 7))
         got += server.cached()
         possible += known[who] // PAGE_TOKENS * PAGE_TOKENS
         known[who] = len(talks[who]) + len(answer) - 1  # the last token is not processed
-        if turn > 19:
+        if turn > 13:
             assert answer == alone(greedy(talks[who], 7), "draft")
         talks[who] = talks[who] + answer + ids_of(40, 100 + turn)
     assert got >= 0.99 * possible > 0
@@ -350,8 +351,8 @@ def test_f17_host_memory_is_full_and_a_prompt_takes_several_chunks() -> None:
     server.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("name", ["vision", "everything"])
-def test_images_are_cached_by_content_and_survive_preemption(name: str) -> None:
+def test_images_are_cached_by_content_and_survive_preemption() -> None:
+    name = "everything"
     prompt = with_image(name, tail=248 - len(with_image(name, tail=0)))
     types, rows = prompt.types, prompt.rows
     assert types is not None
@@ -428,16 +429,15 @@ class Unsteady:
         return output
 
 
-@pytest.mark.parametrize("failures", [0.0, 0.06])
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "failures", "options"),
     [
-        ("swa", {"max_snapshots": 0}),
-        ("draft", {"speculation": ADAPTIVE, "max_snapshots": 2}),
-        ("everything", {"host_bytes": 300_000, "max_snapshots": 2, "speculation": Speculation()}),
+        ("swa", 0.06, {"max_snapshots": 0}),
+        ("draft", 0.0, {"speculation": ADAPTIVE, "max_snapshots": 2}),
+        ("everything", 0.06, {"host_bytes": 300_000, "max_snapshots": 2, "speculation": Speculation()}),
     ],
 )
-def test_requests_come_and_go_at_any_moment(name: str, options: dict[str, Any], failures: float) -> None:
+def test_requests_come_and_go_at_any_moment(name: str, failures: float, options: dict[str, Any]) -> None:
     """Who is not cancelled, failed or late gives the tokens it gives alone, and nothing is left of anyone."""
     rng = random.Random(f"{name} {failures}")
     now = [0.0]
@@ -445,13 +445,13 @@ def test_requests_come_and_go_at_any_moment(name: str, options: dict[str, Any], 
     server = Server(model, pages=9, sequences=5, chunk=90, clock=lambda: now[0], **options)
     requests: dict[int, Request] = {}
     cancelled: set[int] = set()
-    for _ in range(160):
+    for _ in range(120):
         action = rng.random()
         if action < 0.2:
             shared = ids_of(256, 1)[: rng.choice([0, 0, 128, 140, 256])]
-            ids = shared + ids_of(rng.choice([1, 5, 60, 127]), rng.randrange(3))
+            ids = shared + ids_of(rng.choice([1, 5, 60, 127]), 2)
             timeout = rng.choice([None, None, None, 5.0, 60.0])
-            request = greedy(ids, rng.choice([1, 4, 12]), priority=rng.choice([0, 0, 1]), timeout=timeout)
+            request = greedy(ids, rng.choice([1, 4, 8]), priority=rng.choice([0, 0, 1]), timeout=timeout)
             requests[server.add(replace(request, params=replace(request.params, n=rng.choice([1, 1, 1, 3]))))] = request
         elif action < 0.26 and requests:
             ticket = rng.choice(list(requests))
