@@ -308,6 +308,8 @@ class EngineCore:
 
     def _reserve(self, sequence: Any, length: int) -> bool:
         need = -(-length // PAGE_TOKENS) - len(sequence.pages)
+        if need <= 0:
+            return True
         if need > self.cache.pages.num_free and (self.prefix is None or not self.prefix.make_room(need, 0)):
             return False
         sequence.reserve_pages(length)
@@ -353,14 +355,13 @@ class EngineCore:
         first = 0
         for (job, run, proposal), logits_LV in zip(batch, output.logits, strict=True):
             self._count["prompt_tokens"] += max(0, min(job.prompt_length, run.sequence.length) - job.computed)
-            if rows is not None and len(logits_LV):
+            count = len(logits_LV)
+            if rows is not None and count:
                 deltas.append(self._take(job, run, rows, first, logits_LV, proposal))
-                first += len(logits_LV)
-            elif self.prefix is not None:
-                job.computed = job.sequence.length
-                self._remember(job)
+                first += count
             else:
                 job.computed = job.sequence.length
+                self._remember(job)
         seconds = self._clock() - start
         self._step_seconds += seconds
         self._count["steps"] += 1
@@ -393,12 +394,16 @@ class EngineCore:
                 proposals[i] = proposal
             if self.speculation.adaptive:
                 self._cut_drafts(jobs, proposals, len(jobs) + sum(count for _, count in plan.prefill))
-        batch = []
+        good: list[tuple[Job, Proposal]] = []
         for job, proposal in zip(jobs, proposals, strict=True):
             if isinstance(proposal, NumericsError):
                 deltas.append(self._failed(job, proposal))
-                continue
-            ids_T = torch.tensor([job.token_ids[-1], *proposal.token_ids], dtype=torch.int64)
+            else:
+                good.append((job, proposal))
+        ids = [[job.token_ids[-1], *proposal.token_ids] for job, proposal in good]
+        flat_T = torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int64)
+        batch = []
+        for (job, proposal), ids_T in zip(good, torch.split(flat_T, [len(each) for each in ids]), strict=True):
             length = job.sequence.length
             batch.append((job, Run(job.sequence, ids_T, length, length, self.prefill), proposal))
         return batch
@@ -443,7 +448,7 @@ class EngineCore:
         if delta.finish_reason is not None:
             self._close(job)
             self._end(job, delta.finish_reason)
-        elif was_prompt and self.prefix is not None:
+        elif was_prompt:
             self._remember(job)
         return delta
 

@@ -22,9 +22,9 @@ from leadline.engine.request import Delta, Request
 from leadline.engine.speculate import Speculation
 from leadline.errors import CapacityError, EngineError, NumericsError
 from leadline.model.model import Model
-from leadline.model.step import PREFILL_MODES, TEXT, Prefill, Run
-from tests.model.driver import load, new_cache, one_shot, run_of, text, with_image
+from leadline.model.step import TEXT, Prefill, Run
 from tests.model.driver import Tokens as Prompt
+from tests.model.driver import load, one_shot, text, with_image
 
 pytestmark = pytest.mark.tiny
 
@@ -98,7 +98,9 @@ class Server:
 
     def assert_nothing_is_left(self) -> None:
         stats = self.core.stats()
-        assert (stats.running, stats.waiting, stats.slots_used, stats.kv_pages_used, stats.window_pages_used) == (0,) * 5
+        assert (stats.running, stats.waiting, stats.slots_used, stats.kv_pages_used, stats.window_pages_used) == (
+            0,
+        ) * 5
         if self.core.prefix is not None:
             self.core.prefix.clear()
         assert self.cache.num_free_slots == self.cache.max_sequences
@@ -319,7 +321,7 @@ def test_f14_a_short_prompt_sent_twice() -> None:
 
 @pytest.mark.parametrize("host_bytes", [0, MANY])
 def test_two_sessions_take_turns(host_bytes: int) -> None:
-    """Two conversations that just fit, or do with host memory: each turn starts from all the whole pages of the last."""
+    """Two conversations that just fit, or do with host memory: each turn starts from all whole pages of the last."""
     server = Server("draft", pages=16 if not host_bytes else 9, max_snapshots=4, host_bytes=host_bytes)
     talks = [ids_of(200, 1), ids_of(330, 2)]
     known, possible, got = [0, 0], 0, 0

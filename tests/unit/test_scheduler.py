@@ -180,7 +180,7 @@ class World:
             assert job.computed + 1 + drafts <= job.pages * PAGE
             assert drafts == job.drafts if job.is_exact else drafts <= job.drafts
         for job, count in plan.prefill:
-            assert 0 < count
+            assert count > 0
             assert job.computed + count <= job.target < job.pages * PAGE
             assert not [cut for cut in job.cuts if job.computed < cut < job.computed + count]
             assert job.leader is None
