@@ -14,7 +14,7 @@ import pytest
 
 from leadline.bench.workload import Workload
 from leadline.llm import LLM
-from leadline.server.service import ServedModel, Service
+from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
 from leadline.testing.load import settled, storm
 from leadline.testing.server_process import ServerProcess
