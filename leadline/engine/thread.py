@@ -133,8 +133,9 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._deliver(self._core.step())
-                self._stats = self._core.stats()
+                deltas = self._core.step()
+                self._stats = self._core.stats()  # first, so that who has the last delta finds it counted
+                self._deliver(deltas)
         except BaseException as error:
             with self._wake:
                 self.error = error
@@ -205,6 +206,7 @@ class AsyncEngine:
             except RuntimeError:  # the loop is closed: nobody reads any more
                 for stream, _ in parts:
                     self._drop(stream)
+                self._stats = self._core.stats()
 
 
 def _put_all(parts: list[tuple[RequestStream, list[Delta]]]) -> None:

@@ -114,7 +114,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
     return ids
 
 
-def greedy(ids: Sequence[int], count: int = 12, **fields: Any) -> Request:
+def greedy(ids: Sequence[int], count: int = 6, **fields: Any) -> Request:
     return Request(token_ids=ids, params=SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), **fields)
 
 
@@ -206,7 +206,7 @@ def test_same_tokens_after_preemption(prefill: Prefill, speculation: Speculation
 
 def test_window_of_a_whole_page() -> None:
     """Here the window is as long as a page, as in the released model."""
-    requests = [greedy(ids_of(length, seed) + [5] * 3, 12) for seed, length in enumerate([250, 252, 130])]
+    requests = [greedy(ids_of(length, seed) + [5] * 3, 9) for seed, length in enumerate([251, 252, 130])]
     expected = [alone(request, "released_head_sizes") for request in requests]
     server = Server("released_head_sizes", pages=6, chunk=50, host_bytes=MANY)
     assert server.serve(*requests) == expected
@@ -355,7 +355,7 @@ def test_f17_host_memory_is_full_and_a_prompt_takes_several_chunks() -> None:
 
 def test_images_are_cached_by_content_and_survive_preemption() -> None:
     name = "everything"
-    prompt = with_image(name, tail=248 - len(with_image(name, tail=0)))
+    prompt = with_image(name, tail=253 - len(with_image(name, tail=0)))
     types, rows = prompt.types, prompt.rows
     assert types is not None
     assert rows is not None
@@ -364,7 +364,7 @@ def test_images_are_cached_by_content_and_survive_preemption() -> None:
     def request(content: int) -> Request:
         cache_ids = torch.where(types == TEXT, prompt.ids, -(place + 10_000 * content)).tolist()
         image = rows if content == 1 else rows.flip(0)
-        return greedy(prompt.ids.tolist(), 16, image_rows=image, token_types=types, cache_ids=cache_ids)
+        return greedy(prompt.ids.tolist(), 8, image_rows=image, token_types=types, cache_ids=cache_ids)
 
     cold = {}
     for content in (1, 2):
@@ -388,7 +388,7 @@ def test_images_are_cached_by_content_and_survive_preemption() -> None:
 @pytest.mark.parametrize("when", [0, 3])
 def test_f16_a_nan_row_ends_its_own_request(speculation: Speculation | None, when: int) -> None:
     """Rows of one sequence are overwritten with NaN, in its prompt or in its answer."""
-    requests = [greedy(ids_of(200, seed), 14) for seed in range(3)]
+    requests = [greedy(ids_of(150, seed), 10) for seed in range(3)]
     server = Server(speculation=speculation, chunk=300)
     for request in requests:
         server.add(request)
