@@ -261,7 +261,7 @@ def test_samples_of_one_request(length: int, max_snapshots: int) -> None:
 @pytest.mark.parametrize(
     ("length", "prefill"),
     [
-        *((length, "halo") for length in (127, 128, 129, 255, 256, 257, 301)),
+        *((length, "halo") for length in (127, 128, 129, 255, 256, 257, 265, 301)),
         *((length, "replay") for length in (143, 144, 256, 257)),
         (256, "full"),
     ],

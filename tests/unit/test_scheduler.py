@@ -19,6 +19,8 @@ class Job(Entry):
     total: int = 0  # tokens at which it ends
     kept: int = 0  # what a prefix cache has of it
     all_cuts: tuple[int, ...] = ()
+    waits_for: Entry | None = None  # its leader
+    was_through: bool = False  # its prompt has been processed once
 
 
 @dataclass
@@ -116,6 +118,7 @@ class World:
                     priority=rng.choice([0, 0, 0, 1, 2]),
                     deadline=rng.choice([None, None, None, self.now + rng.randrange(30)]),
                     leader=jobs[0] if jobs else None,
+                    waits_for=jobs[0] if jobs else None,
                     is_exact=rng.random() < 0.3,
                     all_cuts=tuple(sorted(rng.sample(range(1, 100), 3))),
                 )
@@ -157,6 +160,7 @@ class World:
             assert job.pages * PAGE >= job.computed
         for job, count in plan.prefill:
             job.computed += count
+            job.was_through |= job.computed >= job.target
         for job in [job for job in self.open if job.is_running and job.computed >= job.total - 1]:
             self.end(job)
 
@@ -194,6 +198,8 @@ class World:
         # Pages are taken from the last in line, for those before it.
         for job in plan.preempted:
             assert all(other < job for other in scheduler.running)
+        for job in scheduler.running:
+            assert job.waits_for is None or job.waits_for.was_through or job.waits_for.is_done
         # First come, first served among equals.
         for job in scheduler.waiting:
             if job.leader is None:
