@@ -317,12 +317,12 @@ def test_drafts_do_not_depend_on_chunking(name: str, length: int) -> None:
 
 def test_window_pages_stay_flat_over_a_long_decode() -> None:
     model = load("everything")
-    tokens = text(model, 630, seed=10)
+    tokens = text(model, 330, seed=10)
     cache = new_cache(model)
     seq = cache.open()
     feed(model, cache, seq, tokens, [30], prompt_length=30, prefill="halo", logits_from=29)
     logits = []
-    for _ in range(600):
+    for _ in range(300):
         logits.append(feed(model, cache, seq, tokens, [1], prompt_length=30))
         in_use = cache.window_pages.num_pages - cache.window_pages.num_free
         assert in_use <= 3  # the window, the page being written, and the one before the last border

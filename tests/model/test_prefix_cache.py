@@ -132,9 +132,11 @@ def test_a_prompt_sent_again(name: str, mode: Prefill) -> None:
     engine.check_empty()
 
 
-@pytest.mark.parametrize("name", ["candidates", "everything"])
-@pytest.mark.parametrize("mode", PREFILL_MODES)
-@pytest.mark.parametrize("keep_window", [True, False])
+@pytest.mark.parametrize(
+    ("name", "mode", "keep_window"),
+    [("everything", mode, True) for mode in PREFILL_MODES]
+    + [("everything", "halo", False), ("candidates", "halo", True)],
+)
 def test_prompts_of_any_length_with_a_common_start(name: str, mode: Prefill, keep_window: bool) -> None:
     engine = Engine(name, mode)
     long = text(engine.model, 420, seed=1)
