@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from leadline.bench.workload import Workload
+from leadline.cli.serve import served_model
 from leadline.llm import LLM
-from leadline.server.service import ServedModel, Service
+from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
 from leadline.testing.load import settled, storm
 from leadline.testing.server_process import ServerProcess
@@ -22,7 +23,7 @@ from tests.server.serving import Running, serving
 
 pytestmark = pytest.mark.tiny
 
-MODEL = Path(__file__).parent.parent / "golden" / "models" / "swa"
+MODEL = Path(__file__).parent.parent / "golden" / "models" / "everything"
 LOAD = Workload(
     sessions=100, turns=2, shared_prefix=130, input_len=(1, 60), output_len=(1, 12), concurrency=32, cancel=0.25
 )
