@@ -21,7 +21,7 @@ from leadline.engine.speculate import Speculation
 from leadline.errors import CheckpointError, LeadlineError, PromptError, RequestError
 from leadline.model.step import Prefill
 from leadline.text.chat import ChatDelta, ChatPrompt, Effort, ImageSource, Messages, render_chat
-from leadline.text.images import expand_images, load_image, prepare_image
+from leadline.text.images import content_ids, expand_images, load_image, prepare_image
 from leadline.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -419,8 +419,13 @@ class LLM:
             raise PromptError(f"images: expected none, got {len(images)}; this model does not read images")
         prepared = [prepare_image(load_image(source), vision) for source in images]
         ids_T, types_T = expand_images(token_ids, [image.plan for image in prepared], self.config.image_token_id)
-        rows_ND = self.model.encode_images(prepared)
-        return Request(token_ids=ids_T.tolist(), params=params, image_rows=rows_ND, token_types=types_T)
+        return Request(
+            token_ids=ids_T.tolist(),
+            params=params,
+            image_rows=self.model.encode_images(prepared),
+            token_types=types_T,
+            cache_ids=content_ids(ids_T, types_T, prepared),
+        )
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else list(prompt)

@@ -58,6 +58,7 @@ class Job(Entry):
     stop_ids: frozenset[int]
     eos_id: int
     max_tokens: int
+    use_cache: bool
     sequence: Any = None  # while running
     keep_from: int | None = None
     cached_tokens: int | None = None  # of the first admission
@@ -219,6 +220,9 @@ class EngineCore:
         now = self._clock()
         limit = room - length
         in_reasoning = request.token_ids[-1] == self._think_id
+        # Images of one size have the same token ids: without ids of their content nobody can tell them apart.
+        use_cache = request.use_cache and self.prefix is not None
+        use_cache &= request.token_types is None or request.cache_ids is not None
         jobs: list[Job] = []
         for sample in range(params.n):
             jobs.append(
@@ -227,7 +231,8 @@ class EngineCore:
                     target=length,
                     priority=request.priority,
                     deadline=None if request.timeout is None else now + request.timeout,
-                    leader=jobs[0] if jobs and self.prefix is not None and request.use_cache else None,
+                    leader=jobs[0] if jobs and use_cache else None,
+                    use_cache=use_cache,
                     is_exact=params.temperature > 0 and params.seed is not None,
                     ticket=ticket,
                     sample=sample,
@@ -281,7 +286,7 @@ class EngineCore:
 
     def _open(self, job: Job) -> Any:
         """A sequence with pages for the target and one token more, or None."""
-        if self.prefix is None or not job.request.use_cache:
+        if self.prefix is None or not job.use_cache:
             sequence = self.cache.open()
         else:
             # After a preemption all that is known is a prompt, except under replay, where the prompt's length matters.
@@ -535,7 +540,7 @@ class EngineCore:
     def _remember(self, job: Job) -> None:
         """Make what is processed of a prompt known to the prefix cache; windows where a chunk had to end and at the
         last border."""
-        if self.prefix is None or not job.request.use_cache:
+        if self.prefix is None or not job.use_cache:
             return
         length = job.sequence.length
         self.prefix.insert(job.sequence, job.cache_ids)
@@ -554,7 +559,7 @@ class EngineCore:
         """Give back what a sequence holds; the prefix cache keeps what it can."""
         if job.sequence is None:
             return
-        if self.prefix is not None and job.request.use_cache:
+        if self.prefix is not None and job.use_cache:
             self.prefix.insert(job.sequence, job.cache_ids)
             self._snapshot_end(job)
         job.sequence.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import math
 import urllib.parse
@@ -203,6 +204,22 @@ def _whole_patches(width: int, height: int, vision: VisionConfig) -> ResizePlan:
         token_rows=math.ceil(rows / vision.downsample_ratio),
         token_columns=math.ceil(columns / vision.downsample_ratio),
     )
+
+
+def content_ids(ids_T: torch.Tensor, types_T: torch.Tensor, images: Sequence[PreparedImage]) -> list[int]:
+    """The ids of `expand_images`; inside images negative numbers made of what the image shows.
+
+    For whoever compares prompts by their ids: two images of one size have the same token ids.
+    """
+    content_T = ids_T.clone()
+    numbers = []
+    for image in images:
+        shape = f"{image.plan.token_rows} {image.plan.token_columns} ".encode()
+        content = hashlib.shake_256(shape + image.patches.contiguous().view(torch.uint8).numpy().tobytes())
+        digest = torch.frombuffer(bytearray(content.digest(8 * image.plan.num_tokens)), dtype=torch.int64)
+        numbers.append(-1 - (digest & ((1 << 62) - 1)))
+    content_T[types_T != -1] = torch.cat(numbers)
+    return content_T.tolist()
 
 
 def _read_file(path: Path) -> bytes:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from leadline.checkpoint.random_model import default_config
 from leadline.cli import main as cli_main
+from leadline.config.sampling import SamplingParams
+from leadline.llm import LLM
 from leadline.text.images import resize_plan
 from tests.model.driver import MODELS
 
@@ -79,3 +81,22 @@ def test_a_picture_that_cannot_be_read_is_named(
         cli_main.main()
     assert stopped.value.code == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: image {path}: expected one of PNG")
+
+
+def test_images_of_one_size_are_told_apart_by_the_prefix_cache(tmp_path: Path) -> None:
+    """The second prompt has the same token ids as the first, and shares nothing with it behind the image's start."""
+    sources = []
+    for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
+        sources.append(tmp_path / f"{name}.png")
+        Image.new("RGB", (300, 300), colour).save(sources[-1])
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+    text = "What does the picture show? " * 40
+    cached, cold = LLM(), LLM(max_snapshots=0)
+    for source in (*sources, sources[0]):
+        (warm,), (fresh,) = (llm.generate(text, params, images=[[source]]) for llm in (cached, cold))
+        assert warm.prompt_token_ids == fresh.prompt_token_ids
+        assert warm.outputs[0].token_ids == fresh.outputs[0].token_ids
+        assert warm.outputs[0].logprobs == fresh.outputs[0].logprobs
+    stats = cached.engine.stats()
+    assert stats.cached_tokens > 0  # the third prompt is the first one again
+    assert stats.cached_tokens < len(warm.prompt_token_ids)

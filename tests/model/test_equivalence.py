@@ -325,7 +325,7 @@ def test_window_pages_stay_flat_over_a_long_decode() -> None:
     for _ in range(600):
         logits.append(feed(model, cache, seq, tokens, [1], prompt_length=30))
         in_use = cache.window_pages.num_pages - cache.window_pages.num_free
-        assert in_use <= 2
+        assert in_use <= 3  # the window, the page being written, and the one before the last border
         assert cache.pages.num_pages - cache.pages.num_free == -(-seq.length // PAGE_TOKENS)
     assert torch.equal(torch.cat(logits), one_shot(model, tokens)[30:])
 
