@@ -300,7 +300,8 @@ class EngineCore:
             except CapacityError:
                 return None
             cuts = {*range(SNAPSHOT_TOKENS, known, SNAPSHOT_TOKENS), hit.branch}
-            if self.prefill == "replay":
+            # Else the last border is where the prompt ends, and the same prompt could not resume there.
+            if self.prefill == "replay" or known % PAGE_TOKENS == 0:
                 cuts.add(border)
             job.cuts = sorted(cut for cut in cuts if cut > sequence.length)
         if self._reserve(sequence, job.target + 1):

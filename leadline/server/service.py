@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import threading
@@ -13,7 +12,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from leadline.config.model import VisionConfig
@@ -37,7 +35,7 @@ from leadline.server.protocol import Wish, json_schema_of, read_wish, sampling_p
 from leadline.server.settings import ServerSettings
 from leadline.text.chat import ChatPrompt, Protocol, render_request
 from leadline.text.grammar import Grammar
-from leadline.text.images import PreparedImage, expand_images, load_image, prepare_image
+from leadline.text.images import PreparedImage, content_ids, expand_images, load_image, prepare_image
 from leadline.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -423,22 +421,9 @@ def _with_images(model: ServedModel, prompt: ChatPrompt, sources: list[tuple[str
         token_ids=ids_T.tolist(),
         image_rows=model.encode_images(prepared),
         token_types=types_T,
-        cache_ids=_cache_ids(ids_T, types_T, prepared),
+        cache_ids=content_ids(ids_T, types_T, prepared),
     )
     return _Input(request, len(prepared), sum(plan.num_tokens for plan in plans))
-
-
-def _cache_ids(ids_T: Tensor, types_T: Tensor, images: list[PreparedImage]) -> list[int]:
-    """The prompt's ids; inside images negative numbers made of what the image shows, so that equal means equal."""
-    cache_ids_T = ids_T.clone()
-    numbers = []
-    for image in images:
-        shape = f"{image.plan.token_rows} {image.plan.token_columns} ".encode()
-        content = hashlib.shake_256(shape + image.patches.contiguous().view(torch.uint8).numpy().tobytes())
-        digest = torch.frombuffer(bytearray(content.digest(8 * image.plan.num_tokens)), dtype=torch.int64)
-        numbers.append(-1 - (digest & ((1 << 62) - 1)))
-    cache_ids_T[types_T >= 0] = torch.cat(numbers)
-    return cache_ids_T.tolist()
 
 
 def _is_ids(prompt: Sequence[Any]) -> bool:
