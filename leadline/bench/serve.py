@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import httpx
@@ -108,7 +108,7 @@ class Benchmark:
                     for session in sessions:
                         group.create_task(self._session(http, session, limit))
             except* ServerError as errors:
-                raise _first(errors) from None
+                raise errors.exceptions[0] from None  # requests refused for the same reason say the same
             finally:
                 self.measurement.ended = time.perf_counter()
         return self.measurement
@@ -276,25 +276,8 @@ def _quantile(values: list[float], share: int) -> float | None:
 
 def settings(workload: Workload) -> dict[str, Any]:
     """The workload as it goes into the JSON line."""
-    return {
-        "sessions": workload.sessions,
-        "turns": workload.turns,
-        "shared_prefix": workload.shared_prefix,
-        "input_len": list(workload.input_len),
-        "output_len": list(workload.output_len),
-        "request_rate": workload.rate if math.isfinite(workload.rate) else "inf",
-        "max_concurrency": workload.concurrency,
-        "cancel": workload.cancel,
-        "ignore_eos": workload.ignore_eos,
-        "seed": workload.seed,
-    }
-
-
-def _first(errors: BaseExceptionGroup[ServerError]) -> ServerError:
-    """One of the errors of a group; requests that were refused for the same reason say the same."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, ServerError):
-        raise TypeError(f"expected a ServerError, got {error!r}")
-    return error
+    fields = asdict(workload)
+    fields["request_rate"] = workload.rate if math.isfinite(workload.rate) else "inf"
+    fields["max_concurrency"] = fields.pop("concurrency")
+    del fields["rate"]
+    return fields

@@ -38,6 +38,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info("stopping drain_seconds=%g", self._service.settings.drain_seconds)
         stopping = asyncio.ensure_future(self._service.stop(self._service.settings.drain_seconds))
         await super().shutdown(sockets)
         await stopping
