@@ -28,7 +28,7 @@ LOAD = Workload(
 ROUND_TRIPS = 224  # requests of a load, those that hang up included
 # The math library keeps a compiled kernel for each shape it meets, some 100 KiB; a second load still meets new shapes.
 MAX_GROWTH_MIB = 200
-MAX_GROWTH_OF_EQUALS_MIB = 4  # of 100 equal requests, which meet none; measured: 0
+MAX_GROWTH_OF_EQUALS_MIB = 6  # of 100 equal requests, which meet none; measured: 1 to 2, and 0.05 in the 800 after them
 
 
 def memory() -> tuple[float, int, int]:
@@ -44,6 +44,13 @@ def test_200_requests_leave_nothing_behind() -> None:
     llm = LLM(MODEL, max_num_seqs=16, max_num_batched_tokens=256, max_cache_tokens=8192)
     model = served_model(llm)
     with serving(Service(ServerSettings(), lambda progress: model), model.engine) as server:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            body = {"prompt": list(range(3, 40)), "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+            for count in range(180):
+                if count == 80:
+                    before = memory()
+                http.post("/v1/completions", json=body).raise_for_status()
+            assert memory()[0] - before[0] <= MAX_GROWTH_OF_EQUALS_MIB
         figures, before = load(server)
         assert figures["completed"] + figures["cancelled"] == 200
         assert figures["cancelled"] > 20
@@ -55,13 +62,6 @@ def test_200_requests_leave_nothing_behind() -> None:
         assert after[1] - before[1] < ROUND_TRIPS
         assert after[2] == before[2]
         assert after[0] - before[0] <= MAX_GROWTH_MIB
-        with httpx.Client(base_url=server.url, timeout=60) as http:
-            body = {"prompt": list(range(3, 40)), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-            for count in range(120):
-                if count == 20:
-                    before = memory()
-                http.post("/v1/completions", json=body).raise_for_status()
-            assert memory()[0] - before[0] <= MAX_GROWTH_OF_EQUALS_MIB
     prefix, cache = llm.engine.prefix, llm.cache
     assert prefix is not None
     prefix.clear()
