@@ -300,8 +300,7 @@ class EngineCore:
             except CapacityError:
                 return None
             cuts = {*range(SNAPSHOT_TOKENS, known, SNAPSHOT_TOKENS), hit.branch}
-            # Else the last border is where the prompt ends, and the same prompt could not resume there.
-            if self.prefill == "replay" or known % PAGE_TOKENS == 0:
+            if self.prefill == "replay" or known % PAGE_TOKENS == 0:  # else the prompt's end serves its next time
                 cuts.add(border)
             job.cuts = sorted(cut for cut in cuts if cut > sequence.length)
         if self._reserve(sequence, job.target + 1):
@@ -314,6 +313,8 @@ class EngineCore:
 
     def _reserve(self, sequence: Any, length: int) -> bool:
         need = -(-length // PAGE_TOKENS) - len(sequence.pages)
+        if need <= 0:
+            return True
         if need > self.cache.pages.num_free and (self.prefix is None or not self.prefix.make_room(need, 0)):
             return False
         sequence.reserve_pages(length)
@@ -340,8 +341,8 @@ class EngineCore:
         for job in self._scheduler.running:
             if self.max_drafts:
                 job.drafts = self._wanted_drafts(job)
-        plan = self._scheduler.schedule(start)
-        deltas = [self._expired(job) for job in plan.expired]
+        deltas = [self._expired(job) for job in self._scheduler.expire(start)]
+        plan = self._scheduler.schedule()
         if not plan.decode and not plan.prefill:
             if not self._scheduler.running and self._scheduler.waiting:
                 deltas.append(self._failed(self._scheduler.waiting[0], self._no_room()))
@@ -354,20 +355,18 @@ class EngineCore:
             output = self.model.step([run for _, run, _ in batch], self.cache)
             rows = StepRows(output.rows) if len(output.rows) else None
         except Exception as error:
-            logger.exception("step failed")
             deltas += self._step_failed(plan, error)
             return deltas
         first = 0
         for (job, run, proposal), logits_LV in zip(batch, output.logits, strict=True):
             self._count["prompt_tokens"] += max(0, min(job.prompt_length, run.sequence.length) - job.computed)
-            if rows is not None and len(logits_LV):
+            count = len(logits_LV)
+            if rows is not None and count:
                 deltas.append(self._take(job, run, rows, first, logits_LV, proposal))
-                first += len(logits_LV)
-            elif self.prefix is not None:
-                job.computed = job.sequence.length
-                self._remember(job)
+                first += count
             else:
                 job.computed = job.sequence.length
+                self._remember(job)
         seconds = self._clock() - start
         self._step_seconds += seconds
         self._count["steps"] += 1
@@ -375,7 +374,7 @@ class EngineCore:
         return deltas
 
     def _wanted_drafts(self, job: Job) -> int:
-        if job.matcher is not None and job.matcher.mask() is not None:
+        if job.matcher is not None and not job.matcher.is_free:
             return 0  # hardly a draft would fit the grammar
         # The last token of a sequence needs no processing, so one draft less than the tokens that are left.
         left = job.max_tokens - job.num_generated - 1
@@ -400,12 +399,16 @@ class EngineCore:
                 proposals[i] = proposal
             if self.speculation.adaptive:
                 self._cut_drafts(jobs, proposals, len(jobs) + sum(count for _, count in plan.prefill))
-        batch = []
+        good: list[tuple[Job, Proposal]] = []
         for job, proposal in zip(jobs, proposals, strict=True):
             if isinstance(proposal, NumericsError):
                 deltas.append(self._failed(job, proposal))
-                continue
-            ids_T = torch.tensor([job.token_ids[-1], *proposal.token_ids], dtype=torch.int64)
+            else:
+                good.append((job, proposal))
+        ids = [[job.token_ids[-1], *proposal.token_ids] for job, proposal in good]
+        flat_T = torch.tensor(list(itertools.chain.from_iterable(ids)), dtype=torch.int64)
+        batch = []
+        for (job, proposal), ids_T in zip(good, torch.split(flat_T, [len(each) for each in ids]), strict=True):
             length = job.sequence.length
             batch.append((job, Run(job.sequence, ids_T, length, length, self.prefill), proposal))
         return batch
@@ -438,10 +441,10 @@ class EngineCore:
         position = run.logits_from + 1
         try:
             tokens = accept(job.sampler, rows, first, proposal, position, job.matcher)
-        except (NumericsError, RequestError) as error:
-            return self._failed(job, error)
-        job.sequence.truncate(position + len(tokens) - 1)
-        delta = self._delta(job, tokens, logits_LV, len(proposal.token_ids))
+            delta = self._delta(job, tokens, logits_LV, len(proposal.token_ids))
+        except Exception as error:
+            return self._failed(job, _typed(error))
+        job.sequence.truncate(position + len(delta.token_ids) - 1)
         self._count["generation_tokens"] += len(delta.token_ids)
         self._count["drafted"] += len(proposal.token_ids)
         self._count["accepted"] += len(tokens) - 1
@@ -450,7 +453,7 @@ class EngineCore:
         if delta.finish_reason is not None:
             self._close(job)
             self._end(job, delta.finish_reason)
-        elif was_prompt and self.prefix is not None:
+        elif was_prompt:
             self._remember(job)
         return delta
 
@@ -520,11 +523,8 @@ class EngineCore:
     def _step_failed(self, plan: StepPlan[Job], error: Exception) -> list[Delta]:
         if self.prefix is not None:
             self.prefix.clear()
-        jobs = [job for job, _ in (*plan.decode, *plan.prefill) if not job.is_done]
-        reason = error if isinstance(error, LeadlineError) else EngineError(
-            f"step: the model failed with {type(error).__name__}: {error}; see the log"
-        )  # fmt: skip
-        return [self._failed(job, reason) for job in jobs]
+        error = _typed(error)
+        return [self._failed(job, error) for job, _ in (*plan.decode, *plan.prefill) if not job.is_done]
 
     def _last_delta(self, job: Job, reason: FinishReason, error: LeadlineError) -> Delta:
         text = "" if job.text is None else job.text.finish()
@@ -602,3 +602,11 @@ class EngineCore:
             steps=count["steps"],
             step_seconds=self._step_seconds,
         )
+
+
+def _typed(error: Exception) -> LeadlineError:
+    """What requests are told of a failure."""
+    if isinstance(error, LeadlineError):
+        return error
+    logger.error("step failed", exc_info=error)
+    return EngineError(f"step: it failed with {type(error).__name__}: {error}; see the log")

@@ -22,7 +22,7 @@ class Entry:
     """One sequence as the scheduler sees it.
 
     target: tokens to process before the next answer token: the prompt, or all that was known when it was preempted.
-    computed: tokens processed so far; from `target` on the sequence decodes. deadline: on the clock of `schedule`.
+    computed: tokens processed so far; from `target` on the sequence decodes. deadline: on the clock of `expire`.
     drafts: drafts to verify with a decoded token, as many as the budget has room for, or exactly so many if
     `is_exact`. cuts: positions, ascending, where a chunk of the prompt has to end. leader: a sequence with the same
     prompt; this one waits until that prompt is processed.
@@ -70,12 +70,11 @@ class Host(Protocol[E_contra]):
 @dataclass(slots=True)
 class StepPlan(Generic[E]):
     """decode: sequences that get their newest token, in line, and how many drafts may be verified with it. prefill:
-    sequences and the prompt tokens that each gets. preempted: wait again. expired: past their deadline, and done."""
+    sequences and the prompt tokens that each gets. preempted: wait again."""
 
     decode: list[tuple[E, int]] = field(default_factory=list)
     prefill: list[tuple[E, int]] = field(default_factory=list)
     preempted: list[E] = field(default_factory=list)
-    expired: list[E] = field(default_factory=list)
 
 
 class Scheduler(Generic[E]):
@@ -121,11 +120,18 @@ class Scheduler(Generic[E]):
         (self.running if entry.is_running else self.waiting).remove(entry)
         entry.is_running = False
 
-    def schedule(self, now: float) -> StepPlan[E]:
-        """Plan the next step; admits, preempts and expires as needed. Planned sequences have pages for their tokens."""
+    def expire(self, now: float) -> list[E]:
+        """Forget the sequences that are past their deadline. Their owner closes them before it plans the next step."""
+        if not self._num_deadlines:
+            return []
+        expired = [e for e in (*self.running, *self.waiting) if e.deadline is not None and e.deadline <= now]
+        for entry in expired:
+            self.remove(entry)
+        return expired
+
+    def schedule(self) -> StepPlan[E]:
+        """Plan the next step; admits and preempts as needed. Planned sequences have pages for their tokens."""
         plan = StepPlan[E]()
-        if self._num_deadlines:
-            self._expire(now, plan)
         budget = self._max_step_tokens
         decoding: list[E] = []
         for entry in list(self.running):
@@ -133,11 +139,7 @@ class Scheduler(Generic[E]):
             if entry.is_decoding and tokens <= budget and self._provide(entry, entry.computed + tokens, plan):
                 decoding.append(entry)
                 budget -= tokens
-        if plan.preempted:  # one that was planned may have lost its pages to one before it in line
-            lost = [entry for entry in decoding if not entry.is_running]
-            budget += sum(1 + (entry.drafts if entry.is_exact else 0) for entry in lost)
-            decoding = [entry for entry in decoding if entry.is_running]
-        else:
+        if not plan.preempted:
             self._admit()
         decoded = set(decoding)
         prompts = [entry for entry in self.running if entry not in decoded and not entry.is_decoding]
@@ -153,11 +155,6 @@ class Scheduler(Generic[E]):
             plan.decode.append((entry, drafts))
         plan.prefill = _shares(prompts, budget)
         return plan
-
-    def _expire(self, now: float, plan: StepPlan[E]) -> None:
-        plan.expired = [e for e in (*self.running, *self.waiting) if e.deadline is not None and e.deadline <= now]
-        for entry in plan.expired:
-            self.remove(entry)
 
     def _admit(self) -> None:
         """Admit from the head of the line. Who does not fit holds up those behind, or it might wait for ever."""

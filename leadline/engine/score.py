@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from leadline.engine.model_api import Model
 from leadline.engine.request import Progress, check_prompt
 from leadline.engine.sampler import Logprob, check_finite, logprobs_of
@@ -28,10 +30,12 @@ def score(
     Raises: PromptError before any work; CapacityError if the cache is full; NumericsError at NaN or infinite logits.
     """
     context = min(model.config.max_position_embeddings, max_length or model.config.max_position_embeddings)
-    checked = [check_prompt(prompt, model.config.vocab_size, context) for prompt in prompts]
-    total, done = sum(len(ids_T) for ids_T in checked), 0
+    for prompt in prompts:
+        check_prompt(prompt, model.config.vocab_size, context)
+    total, done = sum(len(prompt) for prompt in prompts), 0
     results: list[list[list[Logprob] | None]] = []
-    for ids_T in checked:
+    for prompt in prompts:
+        ids_T = torch.tensor(prompt, dtype=torch.int64)
         sequence = cache.open()
         entries: list[list[Logprob] | None] = [None]
         try:

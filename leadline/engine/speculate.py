@@ -76,15 +76,19 @@ def propose(
     """
     proposals = [Proposal([], []) for _ in sequences]
     errors: dict[int, NumericsError] = {}
+    lengths = [sequence.length for sequence in sequences]
 
     def choose(i: int, logits_BV: Tensor) -> Tensor:
         chosen = []
+        rows = StepRows(logits_BV)
         for b, (sampler, proposal) in enumerate(zip(samplers, proposals, strict=True)):
             token_id = 0  # where nothing is wanted any more the drafter still needs some id
             if i < limits[b] and b not in errors:
-                position = sequences[b].length + 1 + i
+                position = lengths[b] + 1 + i
                 try:
-                    if sampler.is_greedy:
+                    if rows.finite[b] and sampler.is_plain(position):
+                        token_id = rows.best[b]
+                    elif sampler.is_greedy:
                         token_id = sampler.greedy(logits_BV[b], position)
                     else:
                         proposal.probs.append(sampler.probs(logits_BV[b], position))
@@ -105,9 +109,9 @@ def propose(
 
 
 class StepRows:
-    """All rows of logits of a step, looked at in one pass.
+    """Rows of logits, looked at in one pass.
 
-    logits_NV: f32 [N, V]. best: the most likely id of each row, the lowest among equals. finite: rows without NaN and
+    logits_NV: float [N, V]. best: the most likely id of each row, the lowest among equals. finite: rows without NaN and
     infinity.
     """
 

@@ -30,6 +30,7 @@ class RequestStream:
         if self.is_open:
             self.is_open = False
             self._engine.cancel(self)
+            _call(self, [])  # wakes a reader that waits for what will not come
 
     def put(self, item: list[Delta] | EngineError) -> None:
         """For the engine, on the loop of the stream."""
@@ -50,6 +51,8 @@ class RequestStream:
                 item = await self._queue.get()
                 if isinstance(item, EngineError):
                     raise item
+                if not self.is_open:
+                    break
                 self._left -= sum(delta.finish_reason is not None for delta in item)
                 if not self._left:
                     self.is_open = False
@@ -130,8 +133,9 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._deliver(self._core.step())
-                self._stats = self._core.stats()
+                deltas = self._core.step()
+                self._stats = self._core.stats()  # first, so that who has the last delta finds it counted
+                self._deliver(deltas)
         except BaseException as error:
             with self._wake:
                 self.error = error
@@ -161,8 +165,7 @@ class AsyncEngine:
                     return False
             for name, stream, request, taken in commands:
                 if name == "cancel":
-                    self._core.cancel(stream.ticket)
-                    self._streams.pop(stream.ticket, None)
+                    self._drop(stream)
                 elif request is not None:
                     self._add(stream, request, taken)
             if commands:
@@ -183,6 +186,10 @@ class AsyncEngine:
             error = failure
         _answer(stream, taken, error)
 
+    def _drop(self, stream: RequestStream) -> None:
+        self._core.cancel(stream.ticket)
+        self._streams.pop(stream.ticket, None)
+
     def _deliver(self, deltas: list[Delta]) -> None:
         by_ticket: dict[int, list[Delta]] = {}
         for delta in deltas:
@@ -194,8 +201,12 @@ class AsyncEngine:
             if not self._core.is_open(ticket):
                 del self._streams[ticket]
         for loop, parts in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            try:
                 loop.call_soon_threadsafe(_put_all, parts)
+            except RuntimeError:  # the loop is closed: nobody reads any more
+                for stream, _ in parts:
+                    self._drop(stream)
+                self._stats = self._core.stats()
 
 
 def _put_all(parts: list[tuple[RequestStream, list[Delta]]]) -> None:
@@ -203,9 +214,9 @@ def _put_all(parts: list[tuple[RequestStream, list[Delta]]]) -> None:
         stream.put(deltas)
 
 
-def _call(stream: RequestStream, error: EngineError) -> None:
+def _call(stream: RequestStream, item: list[Delta] | EngineError) -> None:
     with contextlib.suppress(RuntimeError):
-        stream.loop.call_soon_threadsafe(stream.put, error)
+        stream.loop.call_soon_threadsafe(stream.put, item)
 
 
 def _answer(stream: RequestStream, taken: asyncio.Future[None] | None, error: Exception | None) -> None:

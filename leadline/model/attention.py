@@ -27,22 +27,22 @@ from leadline.ops.sparse_attention import sparse_attention
 class AttentionWeights:
     """The projections that every attention has, of a layer or of a draft stage."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightSource, prefix: str, has_indexer: bool = False) -> None:
         f32 = torch.float32
         self.config = config
         self.eps = config.rms_norm_eps
         self.wq_a = weights.linear(prefix + "wq_a")
         self.wkv = weights.linear(prefix + "wkv")
         self.wq_b = weights.linear(prefix + "wq_b")
+        if has_indexer:  # the index queries read the same latent
+            self.wq_b = Weight.stack((self.wq_b, weights.linear(prefix + "indexer.wq_b")))
         self.wo_a = weights.linear(prefix + "wo_a")
         self.wo_b = weights.linear(prefix + "wo_b")
         self.q_norm = weights.tensor(prefix + "q_norm.weight", dtype=f32)
         self.kv_norm = weights.tensor(prefix + "kv_norm.weight", dtype=f32)
         self.attn_sink = weights.tensor(prefix + "attn_sink")
         self.wqkv_a: Weight | None = None
-        if (
-            self.wq_a.dense is not None
-        ):  # one product instead of two over the same input; rows of a product are independent
+        if self.wq_a.dense is not None:  # one product instead of two over the same input
             self.wqkv_a = Weight.stack((self.wq_a, self.wkv))
 
     def low_rank(self, xq_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,19 +53,20 @@ class AttentionWeights:
         L = self.config.q_lora_rank
         return both[:, :L], both[:, L:]
 
-    def window_kv(self, kv_TC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def window_kv(self, kv_TC: Tensor, turn_TR: Tensor) -> Tensor:
         """wkv's output, normed and rotated, bf16 [T, C]; quantised when stored."""
-        return apply_rope(rms_norm(kv_TC, self.kv_norm, self.eps), cos, sin)
+        return apply_rope(rms_norm(kv_TC, self.kv_norm, self.eps), turn_TR)
 
-    def queries(self, qr_TL: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Quantised query latent to rotated queries, bf16 [T, H, C]."""
-        q = linear(qr_TL, self.wq_b)
-        return apply_rope(q.view(q.shape[0], self.config.num_attention_heads, self.config.head_dim), cos, sin)
+    def queries(self, qr_TL: Tensor, turn_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantised query latent to rotated queries, bf16 [T, H, C], and the indexer's, [T, J * X], not yet rotated."""
+        heads, width = self.config.num_attention_heads, self.config.head_dim
+        q, index_q = linear(qr_TL, self.wq_b).tensor_split((heads * width,), dim=1)
+        return apply_rope(q.view(q.shape[0], heads, width), turn_TR), index_q
 
-    def output(self, o_THC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def output(self, o_THC: Tensor, turn_TR: Tensor) -> Tensor:
         """Attention output, turned back, through the output groups to bf16 [T, D] (architecture.md 4.10)."""
         groups = self.config.o_groups
-        o_THC = apply_rope(o_THC, cos, sin, inverse=True)
+        o_THC = apply_rope(o_THC, turn_TR.conj_physical())
         width = self.config.num_attention_heads * self.config.head_dim // groups  # not -1: T may be 0
         z = grouped_linear(o_THC.reshape(o_THC.shape[0], groups, width), self.wo_a)
         return linear(act_quant(z), self.wo_b)
@@ -78,14 +79,13 @@ class Attention:
         prefix = f"layers.{spec.layer}.attn."
         self.config = config
         self.spec = spec
-        self.weights = AttentionWeights(config, weights, prefix)
         self.theta = "window" if spec.ratio == 0 else "compressed"
         self.scale = config.head_dim**-0.5
         is_full = spec.mode is LayerMode.FULL
         self.compressor = Compressor(config, spec, weights, prefix) if is_full else None
-        self.indexer = (
-            Indexer(config, spec, weights, prefix) if spec.mode in (LayerMode.FULL, LayerMode.REINDEX) else None
-        )
+        has_indexer = spec.mode in (LayerMode.FULL, LayerMode.REINDEX)
+        self.indexer = Indexer(config, spec, weights, prefix) if has_indexer else None
+        self.weights = AttentionWeights(config, weights, prefix, has_indexer)
 
     def __call__(
         self, x_TD: Tensor, step: StepBatch, cache: KVCache, shared: SharedAttention | None
@@ -103,31 +103,31 @@ class Attention:
         w = self.weights
         xq = act_quant(x_TD)
         keep = queried.narrow(stored)
-        cos, sin = stored.angles[self.theta]
+        turn_TR = stored.turns[self.theta]
         if keep is None:
             qa, kv = w.low_rank(xq)
         else:
             kv, qa = linear(xq, w.wkv), linear(xq[keep], w.wq_a)
-        cache.windows[layer].write(window_pool_rows(step, stored), w.window_kv(kv, cos, sin))
+        cache.windows[layer].write(window_pool_rows(step, stored), w.window_kv(kv, turn_TR))
         if self.compressor is not None:
             self.compressor(x_TD, step, cache)  # every row of the step: layers up to the last source are never trimmed
 
         if keep is not None:
             x_TD = x_TD[keep]
-            cos, sin = queried.angles[self.theta]
+            turn_TR = queried.turns[self.theta]
         qr = act_quant(rms_norm(qa, w.q_norm, w.eps))
+        q, index_q = w.queries(qr, turn_TR)
         if self.indexer is not None:
-            shared = self.indexer(qr, x_TD, queried, step, cache, shared)
+            shared = self.indexer(index_q, x_TD, queried, step, cache, shared)
         elif shared is not None:
             shared = shared.narrow(queried)
-        q = w.queries(qr, cos, sin)
         pool_row_U, window_idx_TW = queried.windows(step.floors(layer))
         window: Rows = cache.windows[layer].rows
         if pool_row_U is not None:  # queries share rows: decode each once
             window = DenseRows(window.gather(pool_row_U))
         rows, idx_TK = (None, None) if shared is None else (shared.rows, shared.selected_idx_TK)
         o = sparse_attention(q, window, window_idx_TW, rows, idx_TK, w.attn_sink, self.scale)
-        return w.output(o, cos, sin), shared
+        return w.output(o, turn_TR), shared
 
 
 def window_pool_rows(step: StepBatch, active: ActiveRows) -> Tensor:

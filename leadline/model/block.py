@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from leadline.checkpoint.source import WeightSource
 from leadline.config.model import ModelConfig
@@ -48,6 +47,7 @@ class MoE:
             self.bias_vl = None
 
         # The shared expert is the last one: every token names it, with weight 1.
+        self.shared = torch.full((1, 1), num_experts, device=self.gate.device), self.gate.new_ones(1, 1)
         names = [*(f"{prefix}experts.{e}." for e in range(num_experts)), prefix + "shared_experts."]
 
         def experts(matrix: str) -> Iterator[Weight]:
@@ -71,8 +71,10 @@ class MoE:
         if trace is not None:
             trace("experts", expert_TK)
             trace("expert_weights", weight_TK)
-        shared = self.gate.shape[0]
-        expert_TK, weight_TK = pad(expert_TK, (0, 1), value=shared), pad(weight_TK, (0, 1), value=1.0)
+        expert_TK, weight_TK = (
+            torch.cat((routed, shared.expand(routed.shape[0], 1)), dim=1)  # `pad` takes four times as long
+            for routed, shared in zip((expert_TK, weight_TK), self.shared, strict=True)
+        )
         return moe(act_quant(x_TD), expert_TK, weight_TK, self.experts, limit).bfloat16()
 
 

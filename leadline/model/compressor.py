@@ -38,12 +38,15 @@ class Compressor:
     def __call__(self, x_TD: Tensor, step: StepBatch, cache: KVCache) -> None:
         """Store the rows that the step completes. x_TD: bf16, normed input of all rows of the step."""
         new = step.new_rows(self.ratio)
-        latent_NC = rms_norm(self._project(x_TD, step, cache), self.norm, self.eps)
-        cos, sin = new.angles["compressed"]
+        latent_NC = self._project(x_TD, step, cache)
+        if latent_NC.shape[0] == 0:  # every other token of a decode
+            return
+        latent_NC = rms_norm(latent_NC, self.norm, self.eps)
+        turn_NR = new.turns["compressed"]
         # The index key takes the latent before rotation.
-        key_NX = apply_rope(rms_norm(linear(latent_NC, self.wk), self.k_norm, self.eps), cos, sin)
+        key_NX = apply_rope(rms_norm(linear(latent_NC, self.wk), self.k_norm, self.eps), turn_NR)
         cache.keys[self.layer].write(new.pool_row_N, key_NX)
-        cache.compressed[self.layer].write(new.pool_row_N, apply_rope(latent_NC, cos, sin))
+        cache.compressed[self.layer].write(new.pool_row_N, apply_rope(latent_NC, turn_NR))
 
     def _project(self, x_TD: Tensor, step: StepBatch, cache: KVCache) -> Tensor:
         if self.ratio == 1:
@@ -51,6 +54,12 @@ class Compressor:
         cg_T2C = linear_f32(x_TD, self.wkv_gate).view(-1, 2, self.head_dim)
         ring = cache.open_groups[cache.pair_sources.index(self.layer)]
         second_N = step.new_rows(2).token_idx_N
+        latent_NC = self._pool(cg_T2C, second_N, ring, step) if len(second_N) else cg_T2C[:0, 0]
+        tail_idx, slot, place = step.state_tail
+        ring[slot, place] = cg_T2C[tail_idx]
+        return latent_NC.bfloat16()
+
+    def _pool(self, cg_T2C: Tensor, second_N: Tensor, ring: Tensor, step: StepBatch) -> Tensor:
         # The first token of a group is the row before, or waits in the ring since an earlier step.
         first_N2C = cg_T2C[(second_N - 1).clamp_min(0)]
         waiting_N = step.is_first_T[second_N]
@@ -59,8 +68,6 @@ class Compressor:
             position = step.all_rows.position_T[waits] - 1
             first_N2C[waiting_N] = ring[step.slot_T[waits], position % STATE_ROWS]
         second_N2C = cg_T2C[second_N]
-        tail_idx, slot, place = step.state_tail
-        ring[slot, place] = cg_T2C[tail_idx]
         c_N2C = torch.stack((first_N2C[:, 0], second_N2C[:, 0]), dim=1)
         g_N2C = torch.stack((first_N2C[:, 1], second_N2C[:, 1]), dim=1)
-        return pool_pairs(c_N2C, g_N2C).bfloat16()
+        return pool_pairs(c_N2C, g_N2C)

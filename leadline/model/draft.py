@@ -66,9 +66,9 @@ class Drafter:
         x = act_quant(torch.cat(main_hidden, dim=1))
         main_x = act_quant(rms_norm(linear(x, self.main_proj), self.main_norm, self.config.rms_norm_eps))
         rows = window_pool_rows(step, active)
-        cos, sin = active.angles["window"]
+        turn_TR = active.turns["window"]
         for s, attention in enumerate(self.attention):
-            kv = attention.window_kv(linear(main_x, attention.wkv), cos, sin)
+            kv = attention.window_kv(linear(main_x, attention.wkv), turn_TR)
             cache.windows[self.config.num_hidden_layers + s].write(rows, kv)
 
     def __call__(
@@ -89,7 +89,7 @@ class Drafter:
         ids[:, 0] = anchor_ids
         lengths = [seq.length for seq in sequences]
         position_Bn = torch.tensor(lengths, device=device)[:, None] + torch.arange(n, device=device)
-        cos, sin = rope.angles(position_Bn.flatten(), freqs)
+        turn_TR = rope.turns(position_Bn.flatten(), freqs)
 
         # Every query sees the last W context rows, which do not slide with it, and the whole block.
         pool_rows, idx, first = [], [], 0
@@ -112,11 +112,11 @@ class Drafter:
 
             def attend(x_TD: Tensor, w: AttentionWeights = attention, pool=pool) -> Tensor:  # type: ignore[no-untyped-def]
                 qa, kv = w.low_rank(act_quant(x_TD))
-                own = pool.layout.unpack(*pool.layout.pack(w.window_kv(kv, cos, sin)))
+                own = pool.layout.unpack(*pool.layout.pack(w.window_kv(kv, turn_TR)))
                 rows = DenseRows(torch.cat((pool.rows.gather(context), own)))
-                q = w.queries(act_quant(rms_norm(qa, w.q_norm, w.eps)), cos, sin)
+                q, _ = w.queries(act_quant(rms_norm(qa, w.q_norm, w.eps)), turn_TR)
                 o = sparse_attention(q, rows, idx_TN, None, None, w.attn_sink, c.head_dim**-0.5)
-                return w.output(o, cos, sin)
+                return w.output(o, turn_TR)
 
             h, pre = stage(h, pre, attend, None, None)
         x_TD = collapse(h, pre)

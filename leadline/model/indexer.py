@@ -26,13 +26,12 @@ class Indexer:
         self.config = config
         self.spec = spec
         self.kv_source = spec.kv_source
-        self.wq_b = weights.linear(prefix + "indexer.wq_b")
         self.weights_proj = weights.linear(prefix + "indexer.weights_proj")
         self.weight_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
     def __call__(
         self,
-        qr_TL: Tensor,
+        q_TN: Tensor,
         x_TD: Tensor,
         active: ActiveRows,
         step: StepBatch,
@@ -42,14 +41,13 @@ class Indexer:
         """Select for the rows `active`.
 
         Args:
-            qr_TL: quantised query latent. x_TD: normed layer input. Both bf16, of the rows `active`.
+            q_TN: index queries, not yet rotated, [T, J * X]. x_TD: normed layer input. Both bf16, of the rows `active`.
             shared: what the candidate source below publishes, if this layer selects inside its blocks.
         """
         cfg = self.config
         T = active.num_rows
-        cos, sin = active.angles["compressed"]
-        q = linear(qr_TL, self.wq_b).view(T, cfg.index_n_heads, cfg.index_head_dim)
-        q_TJX = index_quant(apply_rope(q, cos, sin))
+        q_TJX = q_TN.view(T, cfg.index_n_heads, cfg.index_head_dim)
+        q_TJX = index_quant(apply_rope(q_TJX, active.turns["compressed"]))
         # Rounded to bf16 like the published code; exact at the released sizes, where the factor is 1/64.
         weight_TJ = (linear(x_TD, self.weights_proj) * self.weight_scale).float()
         ratio = self.spec.ratio
@@ -95,7 +93,7 @@ class Indexer:
         if total == 0:  # nothing is visible yet; one row that nobody points at keeps the shapes of later steps
             empty = torch.zeros(1, self.config.head_dim, dtype=torch.bfloat16, device=step.device)
             return DenseRows(empty), selection_TK.long()
-        if total <= DENSE_ROWS:
+        if total <= min(DENSE_ROWS, selection_TK.numel()):
             tables = [run.sequence.pool_rows(ratio)[:n] for run, n in zip(step.runs, num_visible, strict=True)]
             for i, n in enumerate(num_visible):
                 part = slice(active.offsets[i], active.offsets[i + 1])

@@ -55,18 +55,18 @@ class Run:
     keep_from: int | None = None
 
 
-class Angles:
-    """cos and sin of a set of positions, for the window layers and for the layers with compressed rows."""
+class Turns:
+    """Rotations of a set of positions, for the window layers and for the layers with compressed rows."""
 
     def __init__(self, position_T: Tensor, freqs: dict[str, Tensor]) -> None:
         self._position_T = position_T
         self._freqs = freqs
-        self._made: dict[str, tuple[Tensor, Tensor]] = {}
+        self._made: dict[str, Tensor] = {}
 
-    def __getitem__(self, theta: str) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, theta: str) -> Tensor:
         made = self._made.get(theta)
         if made is None:
-            made = self._made[theta] = rope.angles(self._position_T, self._freqs[theta])
+            made = self._made[theta] = rope.turns(self._position_T, self._freqs[theta])
         return made
 
 
@@ -97,8 +97,8 @@ class ActiveRows:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._step.device)
 
     @cached_property
-    def angles(self) -> Angles:
-        return Angles(self.position_T, self._step.freqs)
+    def turns(self) -> Turns:
+        return Turns(self.position_T, self._step.freqs)
 
     def narrow(self, outer: ActiveRows) -> Tensor | None:
         """Index of these rows within `outer`, int64 [rows]; None if both are the same rows."""
@@ -177,7 +177,7 @@ class NewRows:
             self.token_idx_N = ((position_T + 1) % ratio == 0).nonzero().flatten()
         self.number_N = position_T[self.token_idx_N] // ratio
         self.position_N = self.number_N * ratio
-        self.angles = Angles(self.position_N, step.freqs)
+        self.turns = Turns(self.position_N, step.freqs)
         counts = [end // ratio - start // ratio for start, end in zip(step.starts, step.ends, strict=True)]
         pool_rows = [
             run.sequence.pool_rows(ratio)[end // ratio - count : end // ratio]

@@ -21,22 +21,21 @@ def frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) -> Tensor:
     return reference.frequencies(rope_dim, theta, yarn)
 
 
-def angles(position_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, each fp32 [T, rope_dim / 2].
+def turns(position_T: Tensor, freqs: Tensor) -> Tensor:
+    """e^(i * position * frequency), complex64 [T, rope_dim / 2]; its conjugate turns back.
 
     position_T: int64 [T]. Numerics: the angle is the fp32 product, as in the published code, so its error grows with
     the position (about 0.06 rad in the second pair at one million). A row does not depend on other rows, bitwise.
     """
-    return reference.angles(position_T, freqs)
+    return reference.turns(position_T, freqs)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, *, impl: str | None = None) -> Tensor:
+def apply_rope(x: Tensor, turn_TR: Tensor, *, impl: str | None = None) -> Tensor:
     """Turn the pairs (2i, 2i+1) of the last rope_dim channels; the channels before stay as they are.
 
     Args:
         x: [T, ..., C] bf16, C >= rope_dim; anything between T and C (heads) shares the token's angle.
-        cos, sin: [T, rope_dim / 2] fp32 from `angles`.
-        inverse: turn back, by the negative angle.
+        turn_TR: complex64 [T, rope_dim / 2] from `turns`.
     Returns: bf16, a new tensor of x's shape. T = 0 is fine.
     Numerics: fp32 products, one rounding to bf16; bitwise independent of other rows.
     Raises: OperatorError if the shapes do not belong together or x is not bf16.
@@ -44,12 +43,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, *, im
     """
     if x.dtype is not torch.bfloat16:
         raise OperatorError(f"apply_rope x: expected bf16, got {x.dtype}; cast before calling")
-    if cos.shape[0] != x.shape[0] or cos.shape[1] * 2 > x.shape[-1] or cos.shape != sin.shape:
+    if not turn_TR.is_complex() or turn_TR.shape[0] != x.shape[0] or turn_TR.shape[1] * 2 > x.shape[-1]:
         raise OperatorError(
-            f"apply_rope cos, sin: expected [{x.shape[0]}, up to {x.shape[-1] // 2}], got {list(cos.shape)} and "
-            f"{list(sin.shape)}; build them with angles() for the same tokens"
+            f"apply_rope turn_TR: expected complex64 [{x.shape[0]}, up to {x.shape[-1] // 2}], got {turn_TR.dtype} "
+            f"{list(turn_TR.shape)}; build it with turns() for the same tokens"
         )
-    out: Tensor = dispatch.choose("apply_rope", impl, x.device)(x, cos, sin, inverse)
+    out: Tensor = dispatch.choose("apply_rope", impl, x.device)(x, turn_TR)
     return out
 
 

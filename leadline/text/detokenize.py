@@ -30,8 +30,8 @@ class Detokenizer:
         Raises:
             PromptError: an id outside the vocabulary.
         """
-        hidden = self._hidden_ids
-        return self._decoder.decode(b"".join(self._tokenizer.token_bytes(i) for i in token_ids if i not in hidden))
+        hidden, bytes_of = self._hidden_ids, self._tokenizer.token_bytes
+        return self._decoder.decode(b"".join([bytes_of(i) for i in token_ids if i not in hidden]))
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for the bytes of an unfinished character, else the empty text."""

@@ -101,6 +101,11 @@ class Matcher:
         """Only the end token may follow. A document that could also go on, like the number 12, is not done."""
         return self._num_ends > 0 or (not self._in_reasoning and self._json_part.is_stopped())
 
+    @property
+    def is_free(self) -> bool:
+        """Every token may come next: `mask` gives None."""
+        return self._in_reasoning
+
     def mask(self) -> Tensor | None:
         """The ids that may come next, bool [V] on the CPU, at least one of them; None if all may.
 

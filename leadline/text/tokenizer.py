@@ -48,6 +48,7 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises bare Exception
             raise ConfigError(f"tokenizer.json: expected a Hugging Face tokenizer, got {error}") from None
         self._json = tokenizer_json
+        self._bytes: dict[int, bytes] = {}  # of the tokens met so far
         self.vocab_size = config.vocab_size
         self.bos_token_id = config.bos_token_id
         self.eos_token_id = config.eos_token_id
@@ -142,11 +143,15 @@ class Tokenizer:
         Raises:
             PromptError: an id outside the vocabulary.
         """
-        token = self.token_of(token_id)
-        try:
-            return bytes([_BYTE_OF[char] for char in token])
-        except KeyError:  # an added token spelled outside the byte-level alphabet
-            return token.encode()
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self.token_of(token_id)
+            try:
+                found = bytes([_BYTE_OF[char] for char in token])
+            except KeyError:  # an added token spelled outside the byte-level alphabet
+                found = token.encode()
+            self._bytes[token_id] = found
+        return found
 
     def check_ids(self, token_ids: Iterable[int]) -> None:
         """Raise PromptError naming the first id outside the vocabulary, if any."""

@@ -14,7 +14,7 @@ from leadline.ops.linear import Weight, linear, linear_f32
 from leadline.ops.norm import rms_norm
 from leadline.ops.quantize import act_quant
 from leadline.ops.reference.hyper import split
-from leadline.ops.rope import angles, apply_rope, frequencies
+from leadline.ops.rope import apply_rope, frequencies, turns
 from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.token_map import token_map
 
@@ -93,17 +93,17 @@ def test_rotary(setting: str) -> None:
     data = load("rotary")
     freqs = frequencies(*ROTARY[setting])
     position = data["positions"].long()
-    cos, sin = angles(position, freqs)
+    turn = turns(position, freqs)
     limit = (ANGLE_BASE + ANGLE_PER_POSITION * position).unsqueeze(-1)
-    assert ((cos - data[f"{setting}/cos"]).abs() <= limit).all()
-    assert ((sin - data[f"{setting}/sin"]).abs() <= limit).all()
-    cos, sin = angles(data[f"{setting}/apply_positions"].long(), freqs)
+    assert ((turn.real - data[f"{setting}/cos"]).abs() <= limit).all()
+    assert ((turn.imag - data[f"{setting}/sin"]).abs() <= limit).all()
+    turn = turns(data[f"{setting}/apply_positions"].long(), freqs)
     for layout in ("bsd", "bshd"):
         for x, forward, inverse in zip(
             *(data[f"{setting}/{layout}/{k}"] for k in ("x", "forward", "inverse")), strict=True
         ):
-            assert bf16_steps(apply_rope(x, cos, sin), forward) <= 1
-            assert bf16_steps(apply_rope(x, cos, sin, inverse=True), inverse) <= 1
+            assert bf16_steps(apply_rope(x, turn), forward) <= 1
+            assert bf16_steps(apply_rope(x, turn.conj()), inverse) <= 1
 
 
 @pytest.mark.parametrize(("case", "S", "iters"), [("plain", 4, 20), ("wide_logits", 4, 20), ("two_copies", 2, 5)])
@@ -163,8 +163,8 @@ def test_compressor(ratio: int, prompt: int) -> None:
             latents = rms_norm(linear(x, Weight.from_bf16(wkv)), norm, EPS)
         assert latents.shape == case["latents"][b].shape
         assert bf16_steps(latents, case["latents"][b]) <= 1
-        cos, sin = angles(torch.arange(len(latents)) * ratio, freqs)
-        assert bf16_steps(apply_rope(case["latents"][b], cos, sin), case["rotated"][b]) <= 1
+        turn = turns(torch.arange(len(latents)) * ratio, freqs)
+        assert bf16_steps(apply_rope(case["latents"][b], turn), case["rotated"][b]) <= 1
         packed = layout.pack(case["rotated"][b])
         assert torch.equal(layout.unpack(*packed), case["cache_rows"][b])
 

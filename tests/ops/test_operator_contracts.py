@@ -71,8 +71,8 @@ def per_token_ops(D: int) -> dict[str, Callable[[slice], tuple[torch.Tensor, ...
     w32 = randn(41, D, seed=1)
 
     def rotate(s: slice) -> tuple[torch.Tensor, ...]:
-        cos, sin = rope.angles(position[s], freqs)
-        return cos, sin, rope.apply_rope(q[s], cos, sin), rope.apply_rope(q[s, 0], cos, sin, inverse=True)
+        turn = rope.turns(position[s], freqs)
+        return turn, rope.apply_rope(q[s], turn), rope.apply_rope(q[s, 0], turn.conj())
 
     return {
         "rms_norm": lambda s: (norm.rms_norm(x[s], y[0], EPS), norm.rms_norm(h[s], y[0].float(), EPS)),
@@ -154,6 +154,21 @@ def test_packed_weights_decode_by_their_blocks(kind: str) -> None:
     assert torch.equal(pair.dense_NK()[64:], dense)
 
 
+def test_products_where_weights_cannot_be_packed_or_rows_are_dependent(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, values = bf16(19, 96), weight(40, 96).dense_NK()
+    monkeypatch.setattr(linear.reference, "_can_pack", lambda: False)
+    w = Weight.from_bf16(values)
+    assert w.operand() is values
+    assert torch.equal(linear.linear(x, w), F.linear(x, values))
+    monkeypatch.undo()
+    monkeypatch.setattr(linear.reference, "_rows_are_independent", lambda *_: False)
+    for w in (Weight.from_bf16(values), packed_weight("fp8", 40, 96)):
+        out = linear.linear(x, w)
+        assert torch.equal(w.dense_NK(), w.densified().dense_NK())
+        assert torch.equal(torch.cat([linear.linear(row, w) for row in x.split(1)]), out)
+        torch.testing.assert_close(out, F.linear(x, w.dense_NK()), rtol=2**-7, atol=1e-3)
+
+
 def test_sinkhorn_ways_agree_bitwise() -> None:
     h = bf16(33, S, 64, scale=3)
     args = randn(24, 256), randn(24) * 3, randn(3) * 4, 20, 1e-6, EPS
@@ -219,11 +234,11 @@ def test_groups_of_the_output_projection_stay_apart() -> None:
 
 
 def test_rotation_pairs_neighbours_and_undoes_itself() -> None:
-    cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])  # a quarter turn, then none
+    turn = torch.tensor([[1j, 1 + 0j]])  # a quarter turn, then none
     x = torch.tensor([[9.0, 1.0, 2.0, 3.0, 4.0]]).bfloat16()
-    turned = rope.apply_rope(x, cos, sin)
+    turned = rope.apply_rope(x, turn)
     assert turned.tolist() == [[9.0, -2.0, 1.0, 3.0, 4.0]]
-    assert torch.equal(rope.apply_rope(turned, cos, sin, inverse=True), x)
+    assert torch.equal(rope.apply_rope(turned, turn.conj()), x)
 
 
 def test_pooling_survives_extreme_gates() -> None:
@@ -255,7 +270,7 @@ def test_operands_that_do_not_fit_are_named() -> None:
         (lambda: quantize.index_quant(x[:, :40]), "multiple of 32"),
         (lambda: norm.rms_norm(x, x[0, :32], EPS), r"expected \[64\]"),
         (lambda: Weight.from_fp8(x.to(torch.float8_e4m3fn), torch.zeros(1, 1)), "fp8 weight"),
-        (lambda: rope.apply_rope(x, torch.ones(3, 8), torch.ones(3, 8)), "cos, sin"),
+        (lambda: rope.apply_rope(x, torch.ones(3, 8)), "turn_TR"),
         (lambda: compressor.pool_pairs(x.view(1, 2, 64), x.view(1, 2, 64)), "fp32"),
     ):
         with pytest.raises(OperatorError, match=words):

@@ -10,8 +10,10 @@ import string
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import leadline
@@ -298,3 +300,18 @@ def test_ctrl_c_ends_generate_with_130_and_no_traceback(terminal):
 def test_version_needs_no_command(run):
     result = run("--version")
     assert (result.exit_code, result.stdout) == (0, f"{leadline.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("width", "variable", "expected"), [(1024, None, [1]), (1025, None, []), (64, "2", []), (1025, "2", [])]
+)
+def test_small_models_take_one_thread_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, width: int, variable: str | None, expected: list[int]
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    options.choose_threads(SimpleNamespace(config=SimpleNamespace(hidden_size=width)))  # type: ignore[arg-type]
+    assert chosen == expected

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from leadline.config.sampling import SamplingParams
+from leadline.engine.core import EngineCore
 from leadline.engine.request import Request
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
 from leadline.errors import CapacityError, NumericsError, PromptError, RequestError, SamplingError
-from leadline.testing.fake_model import FakeConfig, FakeModel
+from leadline.testing.fake_model import FakeConfig, FakeModel, FakeSequence
 from leadline.testing.fake_text import byte_tokenizer
+from leadline.text.grammar import Matcher
 from tests.unit.engine_driver import generate
 
 pytestmark = pytest.mark.unit
@@ -328,3 +330,58 @@ def test_score():
         score(FakeModel(nan_after=prompt[20]), cache, [prompt])
     assert_released(cache)
     assert math.isfinite(whole[1][0].logprob)
+
+
+class _Hostile(Matcher):
+    """A grammar that gives up after some tokens, as a schema does that needs more work than is allowed."""
+
+    is_free = False
+
+    def __init__(self, vocab_size, left, error):
+        self.vocab_size, self.left, self.error = vocab_size, left, error
+
+    def mask(self):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return torch.ones(self.vocab_size, dtype=torch.bool)
+
+    def advance(self, token_id):
+        pass
+
+
+class _Grammar:
+    def __init__(self, *of_matcher):
+        self.of_matcher = of_matcher
+
+    def matcher(self, in_reasoning):
+        return _Hostile(*self.of_matcher)
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation()], ids=["plain", "drafts"])
+@pytest.mark.parametrize("error", [RequestError("response_format: too much work"), ValueError("a bug")], ids=repr)
+def test_whatever_fails_for_one_request_ends_that_one_alone(speculation, error):
+    model = FakeModel()
+    broken = Request(token_ids=[9], params=GREEDY, grammar=_Grammar(model.config.vocab_size, 3, error))
+    out = run(model, [broken, Request(token_ids=[9], params=GREEDY)], speculation=speculation)
+    assert out.tokens[0, 0] == greedy_chain(model, 9, 3)
+    assert out.final[0, 0].finish_reason == "error"
+    assert str(error) in str(out.final[0, 0].error)
+    assert out.tokens[1, 0] == greedy_chain(model, 9, 12)
+
+
+def test_drafts_behind_the_end_are_not_part_of_the_sequence():
+    """The last token is not processed; accepted drafts behind a stop must not reach the prefix cache either."""
+    model = FakeModel(draft_noise=0.0)
+    chain = greedy_chain(model, 9, 12)
+    stop = next(token for i, token in enumerate(chain) if i > 1 and token not in chain[:i])
+    cache = model.new_cache(max_tokens=4096, max_sequences=1)
+    core = EngineCore(model, cache, speculation=Speculation())
+    core.add(Request(token_ids=[9], params=SamplingParams(temperature=0, max_tokens=99, stop_token_ids=(stop,))))
+    lengths = []
+    close = FakeSequence.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeSequence, "close", lambda self: (lengths.append(self.length), close(self)))
+        while core.has_work:
+            core.step()
+    assert lengths == [chain.index(stop) + 1]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from leadline.ops.reference.scalar import inverse_rms, scalar
+
 
 def hash_rows(window_TN: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor, pad: int) -> Tensor:
     T, n = window_TN.shape
@@ -27,12 +29,12 @@ def engram_gate(
     image_T: Tensor | None,
 ) -> Tensor:
     h, key = h_TSD.float(), key_TSD.float()
-    norms = (h.square().mean(-1, True) + eps).rsqrt_() * (key.square().mean(-1, True) + eps).rsqrt_()
+    norms = inverse_rms(h, eps).mul_(inverse_rms(key, eps))
     agreement = (h * (q_weight_SD.float() * k_weight_SD)).mul_(key).sum(-1, True).mul_(norms)
-    agreement = agreement.mul_(h.shape[-1] ** -0.5)
+    agreement = agreement.mul_(scalar(h.shape[-1] ** -0.5))
     # copysign, so that an agreement of zero opens the gate like +1e-6
     root = agreement.abs().clamp_min_(1e-6).sqrt_().copysign_(agreement)
-    gate = root.neg_().exp_().add_(1).reciprocal_()
+    gate = root.neg_().exp_().add_(scalar(1.0)).reciprocal_()
     if image_T is not None:
         gate = gate.masked_fill(image_T.view(-1, 1, 1), 0)
     return (gate * value_TD.unsqueeze(1)).add_(h).bfloat16()

@@ -23,7 +23,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def linear(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     """w_NK: dense, or as `packed` gives it."""
     product = _packed_product if w_NK.is_mkldnn else F.linear
-    if x_TK.device.type == "cpu" and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
+    if x_TK.is_cpu and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
         return _in_tiles(product, x_TK, w_NK)
     return product(x_TK, w_NK)
 
@@ -74,6 +74,8 @@ def _grouped_product(x_TGI: Tensor, w_GYI: Tensor) -> Tensor:
 
 def _in_tiles(product: Product, x_TK: Tensor, w_NK: Tensor) -> Tensor:
     T = x_TK.shape[0]
+    if T == 1:  # cheaper than rows of zeros, and rows do not meet
+        return product(x_TK.expand(_TILE_ROWS, -1), w_NK)[:1]
     missing = -T % _TILE_ROWS if T else _TILE_ROWS
     if missing:
         x_TK = pad(x_TK, (0, 0, 0, missing))

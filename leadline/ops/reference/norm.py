@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from leadline.ops.reference.scalar import scalar
+from leadline.ops.reference.scalar import inverse_rms
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float()
-    n = y.square().mean(-1, True).add_(scalar(eps)).rsqrt_()
-    return (y * n).mul_(weight).bfloat16()
+    return (y * inverse_rms(y, eps)).mul_(weight).bfloat16()

@@ -26,18 +26,17 @@ def frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) -> Tensor:
     return f / yarn.factor * (1 - m) + f * m
 
 
-def angles(position_T: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+def turns(position_T: Tensor, freqs: Tensor) -> Tensor:
     angle = position_T.float().unsqueeze(-1) * freqs
-    return angle.cos(), angle.sin()
+    return torch.complex(angle.cos(), angle.sin())
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    rope_dim = cos.shape[-1] * 2
-    turn = torch.complex(cos, -sin if inverse else sin)
+def apply_rope(x: Tensor, turn_TR: Tensor) -> Tensor:
+    half = turn_TR.shape[-1]
     if x.dim() > 2:
-        turn = turn.view(-1, *[1] * (x.dim() - 2), rope_dim // 2)
+        turn_TR = turn_TR.view(-1, *[1] * (x.dim() - 2), half)
     out = x.clone(memory_format=torch.contiguous_format)
-    turning = out[..., -rope_dim:]
-    pairs = torch.view_as_complex(turning.float().view(*turning.shape[:-1], rope_dim // 2, 2))
-    turning.copy_(torch.view_as_real(pairs.mul_(turn)).view(turning.shape))
+    turning = out[..., -2 * half :]
+    pairs = turning.to(torch.float32, memory_format=torch.contiguous_format).view(torch.complex64)
+    turning.copy_(pairs.mul_(turn_TR).view(torch.float32))
     return out

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from leadline.ops.reference.linear import linear_f32
+from leadline.ops.reference.scalar import scalar
 
 
 def route(
@@ -26,5 +27,5 @@ def route(
     expert_TK = (score_TE + bias).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weight_TK = score_TE.gather(1, expert_TK)
     if norm_topk_prob and top_k > 1:
-        weight_TK = weight_TK / (weight_TK.sum(-1, True) + 1e-20)
-    return expert_TK, weight_TK * scaling
+        weight_TK = weight_TK / (weight_TK.sum(-1, True).add_(scalar(1e-20)))
+    return expert_TK, weight_TK * scalar(scaling)

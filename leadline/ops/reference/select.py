@@ -47,6 +47,8 @@ def select_rows(q_TJX: Tensor, head_weight_TJ: Tensor, keys: KeyRows, visible_T:
     visible = _visible_counts(visible_T, keys)
     if max(visible, default=0) <= k:
         return _first(visible_T, k)
+    if len(visible) == 1 and visible[0] <= _TILE:
+        return _best_of(_score_one(q_TJX, head_weight_TJ, keys.span(0, visible[0], q_TJX.device)), k)
     out = []
     for part in _query_tiles(q_TJX, k):
         best = _Best(k)
@@ -64,6 +66,11 @@ def select_rows_and_blocks(
     visible_blocks_T = (visible_T + (block_size - 1)) // block_size
     if max(visible, default=0) <= num_blocks * block_size:
         return select_rows(q_TJX, head_weight_TJ, keys, visible_T, k), _first(visible_blocks_T, num_blocks)
+    if len(visible) == 1 and visible[0] <= _TILE:
+        score_1N = _score_one(q_TJX, head_weight_TJ, keys.span(0, visible[0], q_TJX.device))
+        block_1B = pad(score_1N, (0, -visible[0] % block_size), value=-_INF).view(1, -1, block_size).amax(2)
+        block_1B[0, -1] = _INF
+        return _best_of(score_1N, k), _best_of(block_1B, num_blocks)
     rows, blocks = [], []
     for part in _query_tiles(q_TJX, max(k, num_blocks)):
         best_row, best_block = _Best(k), _Best(num_blocks)
@@ -96,6 +103,10 @@ def select_in_blocks(
     if max(visible, default=0) <= B * block_size and bool(((block_idx_TB >= 0).sum(1) * block_size >= visible_T).all()):
         return select_rows(q_TJX, head_weight_TJ, keys, visible_T, k)
     offset_R = torch.arange(block_size, device=q_TJX.device)
+    if len(visible) == 1 and B * block_size <= _TILE:
+        row_N = (block_idx_TB[0].long().sort().values.unsqueeze(1) * block_size + offset_R).flatten()
+        row_N = row_N[(row_N >= 0) & (row_N < visible_T)]
+        return _best_of(_score_one(q_TJX, head_weight_TJ, keys.gather(row_N)), k, row_N)
     step = max(1, min(B, _SPAN // block_size))
     out = []
     for part in _query_tiles(q_TJX, max(k, step * block_size)):
@@ -116,6 +127,24 @@ def select_in_blocks(
             best.offer(score_TN, row_TN.masked_fill_(hidden_TN, _NO_ROW))
         out.append(best.finish(visible_T[part]))
     return torch.cat(out)
+
+
+def _score_one(q_1JX: Tensor, head_weight_1J: Tensor, row_NX: Tensor) -> Tensor:
+    """fp32 [1, N] for one query and few rows: the products of `_Scorer`, without its tiles."""
+    scorer = _Scorer(q_1JX, head_weight_1J)
+    scorer.load(row_NX)
+    product_JN = torch.mm(scorer.q, scorer.rows.t()).relu_()
+    return torch.bmm(scorer.head_weight_T1J, product_JN.unsqueeze(0))[:, 0, : scorer.num_rows]
+
+
+def _best_of(score_1N: Tensor, k: int, row_N: Tensor | None = None) -> Tensor:
+    """int32 [1, k]: the k best of one query's scores, as `_Best` finds them; row_N: their rows, ascending."""
+    row_1K = score_1N.sort(descending=True, stable=True).indices[:, :k]
+    if row_N is not None:
+        row_1K = row_N[row_1K]
+    row_1K = row_1K.sort().values.int()
+    missing = k - row_1K.shape[1]
+    return pad(row_1K, (0, missing), value=-1) if missing else row_1K
 
 
 class _Scorer:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from leadline.ops.reference.scalar import scalar
+
 if TYPE_CHECKING:
     from leadline.formats.rows import Rows
 
@@ -40,27 +42,28 @@ def sparse_attention(
     if selected is not None and selected_idx_TK is not None:
         sources.append((selected, selected_idx_TK))
     N = sum(idx.shape[1] for _, idx in sources)
-    out_THC = torch.empty_like(q_THC)
     size = max(1, _TILE // max(1, N * max(C, H)))
+    if 0 < T <= size:
+        return _attend(q_THC, sources, sink_H, scale, N).bfloat16()
+    out_THC = torch.empty_like(q_THC)
     for first in range(0, T, size):
         part = slice(first, first + size)
         tile = [(rows, idx[part]) for rows, idx in sources]
-        _attend(q_THC[part], tile, sink_H, scale, N, out_THC[part])
+        out_THC[part] = _attend(q_THC[part], tile, sink_H, scale, N)
     return out_THC
 
 
-def _attend(
-    q_THC: Tensor, sources: list[tuple[Rows, Tensor]], sink_H: Tensor, scale: float, N: int, out_THC: Tensor
-) -> None:
+def _attend(q_THC: Tensor, sources: list[tuple[Rows, Tensor]], sink_H: Tensor, scale: float, N: int) -> Tensor:
+    """fp32 [T, H, C]."""
     T, H, C = q_THC.shape
+    idx_TN = torch.cat([idx_TN for _, idx_TN in sources], dim=1)
+    some_absent = bool((idx_TN < 0).any())
     row_TNC = q_THC.new_empty(T, N, C, dtype=torch.float32)
-    at = 0
-    for rows, idx_TN in sources:
-        row_TNC[:, at : at + idx_TN.shape[1]] = rows.gather(idx_TN.clamp_min(0))
-        at += idx_TN.shape[1]
-    absent_TN = torch.cat([idx_TN for _, idx_TN in sources], dim=1) < 0
-    logit_THN = torch.bmm(q_THC.float(), row_TNC.transpose(1, 2)).mul_(scale)
-    if bool(absent_TN.any()):
+    parts = [rows.gather(idx_TN.clamp_min(0) if some_absent else idx_TN) for rows, idx_TN in sources]
+    torch.cat(parts, dim=1, out=row_TNC)
+    logit_THN = torch.bmm(q_THC.float(), row_TNC.transpose(1, 2)).mul_(scalar(scale))
+    if some_absent:
+        absent_TN = idx_TN < 0
         # Row 0 stands in for absent indices and may never have been written: 0 * NaN must not reach the sum.
         row_TNC.masked_fill_(absent_TN.unsqueeze(2), 0.0)
         logit_THN.masked_fill_(absent_TN.unsqueeze(1), -torch.inf)
@@ -74,4 +77,4 @@ def _attend(
     total_TH1 = (p_THZB.sum(3).mul_(rescale_THZ)).sum(2, keepdim=True)
     total_TH1 += (sink_H[:, None] - last_TH1).exp_()
     p_THN = (p_THZB.bfloat16() * rescale_THZ.unsqueeze(3)).view(T, H, -1)[:, :, :N]
-    out_THC.copy_(torch.bmm(p_THN, row_TNC).div_(total_TH1.clamp_min_(_TINY)))
+    return torch.bmm(p_THN, row_TNC).div_(total_TH1.clamp_min_(_TINY))
