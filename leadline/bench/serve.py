@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import httpx
@@ -40,25 +40,13 @@ class Outcome:
     cached: int | None = None
 
 
-@dataclass(slots=True)
-class Measurement:
-    """What was measured so far. `seconds` runs from the first request to the last answer."""
-
-    outcomes: list[Outcome] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
-    ended: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return (time.perf_counter() if self.ended is None else self.ended) - self.started
-
-
 class Benchmark:
     """A workload against a server.
 
     url: the server's address. model: its name there; empty for the first that it lists. vocab_size: draw prompts from
     all ids below it, instead of the plain ones that `/tokenize` tells. request_seconds: a request that takes longer
-    counts as failed. on_outcome: called after each request.
+    counts as failed. on_outcome: called after each request. outcomes, seconds: what was measured so far, also if `run`
+    is cancelled; from the first request to the last answer.
     Raises: ServerError for an address or key that no request can carry.
     """
 
@@ -77,15 +65,21 @@ class Benchmark:
         self.url = client.base_url(url)
         self.model = model
         self.workload = workload
-        self.measurement = Measurement()
+        self.outcomes: list[Outcome] = []
+        self._started = time.perf_counter()
+        self._ended: float | None = None
         self._headers = client.headers(api_key)
         self._vocab_size = vocab_size
         self._request_seconds = request_seconds
         self._on_outcome = on_outcome
         self._transport = transport
 
-    async def run(self) -> Measurement:
-        """Sends everything; `measurement` holds what there is at any moment, also if this is cancelled.
+    @property
+    def seconds(self) -> float:
+        return (time.perf_counter() if self._ended is None else self._ended) - self._started
+
+    async def run(self) -> None:
+        """Sends everything.
 
         Raises: ServerError if the server is not there, is something else, or refuses a request as wrong (a 4xx other
             than 429: all others would fare alike).
@@ -102,16 +96,15 @@ class Benchmark:
             )
             sessions = draw(self.workload, await self._prepare(http))
             limit = asyncio.Semaphore(self.workload.concurrency or len(sessions))
-            self.measurement = Measurement()
+            self._started = time.perf_counter()
             try:
                 async with asyncio.TaskGroup() as group:
                     for session in sessions:
                         group.create_task(self._session(http, session, limit))
             except* ServerError as errors:
-                raise _first(errors) from None
+                raise errors.exceptions[0] from None  # requests refused for the same reason say the same
             finally:
-                self.measurement.ended = time.perf_counter()
-        return self.measurement
+                self._ended = time.perf_counter()
 
     async def _prepare(self, http: httpx.AsyncClient) -> Sequence[int]:
         """Settles the model's name and returns the token ids to draw from."""
@@ -135,7 +128,7 @@ class Benchmark:
         return sorted(set(response.json()["tokens"]))
 
     async def _session(self, http: httpx.AsyncClient, session: Session, limit: asyncio.Semaphore) -> None:
-        await asyncio.sleep(max(0.0, session.start - self.measurement.seconds))
+        await asyncio.sleep(max(0.0, session.start - self.seconds))
         for turn in session.turns:
             async with limit:
                 outcome = Outcome(prompt_len=len(turn.prompt))
@@ -148,7 +141,7 @@ class Benchmark:
                     outcome.error = str(client.unreachable(self.url, error))
                 except _RequestFailedError as error:
                     outcome.error = str(error)
-            self.measurement.outcomes.append(outcome)
+            self.outcomes.append(outcome)
             self._on_outcome(outcome)
 
     async def _request(self, http: httpx.AsyncClient, turn: Turn, outcome: Outcome) -> None:
@@ -214,8 +207,8 @@ def summary(benchmark: Benchmark) -> dict[str, Any]:
     None for a server that does not tell. short and long: the completed requests with the shorter and the longer half of
     the prompts.
     """
-    outcomes = benchmark.measurement.outcomes
-    seconds = benchmark.measurement.seconds
+    outcomes = benchmark.outcomes
+    seconds = benchmark.seconds
     completed = [outcome for outcome in outcomes if outcome.state == "completed"]
     failed = [outcome for outcome in outcomes if outcome.state == "failed"]
     input_tokens = sum(outcome.prompt_len for outcome in completed)
@@ -276,25 +269,8 @@ def _quantile(values: list[float], share: int) -> float | None:
 
 def settings(workload: Workload) -> dict[str, Any]:
     """The workload as it goes into the JSON line."""
-    return {
-        "sessions": workload.sessions,
-        "turns": workload.turns,
-        "shared_prefix": workload.shared_prefix,
-        "input_len": list(workload.input_len),
-        "output_len": list(workload.output_len),
-        "request_rate": workload.rate if math.isfinite(workload.rate) else "inf",
-        "max_concurrency": workload.concurrency,
-        "cancel": workload.cancel,
-        "ignore_eos": workload.ignore_eos,
-        "seed": workload.seed,
-    }
-
-
-def _first(errors: BaseExceptionGroup[ServerError]) -> ServerError:
-    """One of the errors of a group; requests that were refused for the same reason say the same."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, ServerError):
-        raise TypeError(f"expected a ServerError, got {error!r}")
-    return error
+    fields = asdict(workload)
+    fields["request_rate"] = workload.rate if math.isfinite(workload.rate) else "inf"
+    fields["max_concurrency"] = fields.pop("concurrency")
+    del fields["rate"]
+    return fields

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Report = Callable[[int, int], None]
 
 DEFAULTS = SamplingParams()
+RANDOM_MODEL = "no {} given: using the small model with random weights, its text has no meaning"
 LONG_PROMPT = 1024  # tokens; shorter prompts need no progress bar
 ONE_THREAD_WIDTH = 1024  # up to this hidden size a token's products are too short to be worth waiting for a thread
 
@@ -53,11 +54,8 @@ def open_llm(model: str, weights: Weights, prefill: Prefill, speculate: bool, ma
     """Load the model with a progress bar on stderr. The default model is announced as what it is."""
     from leadline.llm import LLM  # here: commands that talk to a server start without torch
 
-    console = Console(stderr=True)
     if not model:
-        console.print(
-            "no --model given: using the small model with random weights, its text has no meaning", style="dim"
-        )
+        Console(stderr=True).print(RANDOM_MODEL.format("--model"), style="dim")
     with progress_bar("loading", DownloadColumn()) as report:
         llm = LLM(
             model or None,

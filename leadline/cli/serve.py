@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cli import options
 from leadline.engine.speculate import Speculation
 from leadline.engine.thread import AsyncEngine
+from leadline.errors import LeadlineError
 from leadline.llm import LLM
 from leadline.server.run import run
 from leadline.server.service import Progress, ServedModel, Service
@@ -47,7 +49,11 @@ def serve(
     ] = 0,
     cache_file: Annotated[
         Path | None,
-        typer.Option(help="Read the cache of past sequences at the start, write it at the end.", show_default="none"),
+        typer.Option(
+            help="Read the cache of past sequences at the start, write it at the end. A file that is "
+            "damaged or of another model is refused.",
+            show_default="none",
+        ),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=1, help="Most sequences that wait; more are refused (429).")] = 256,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = _DEFAULTS.max_body_bytes >> 20,
@@ -65,6 +71,8 @@ def serve(
 ) -> None:
     """Serve the model over HTTP. The log goes to stderr, one line a request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    if not model:
+        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim")
     settings = ServerSettings(
         names=tuple(served_model_name or [model or "leadline"]),
         api_key=api_key or None,
@@ -76,6 +84,8 @@ def serve(
         log_prompts=log_prompts,
     )
 
+    if cache_file is not None and not cache_file.parent.is_dir():
+        raise LeadlineError(f"cache-file: expected a file in a folder that exists, got {str(cache_file)!r}")
     loaded: list[LLM] = []
 
     def load(progress: Progress) -> ServedModel:
@@ -101,7 +111,10 @@ def serve(
 
     run(Service(settings, load), host, port)
     if cache_file is not None and loaded:
-        loaded[0].save_prefixes(cache_file)
+        try:
+            loaded[0].save_prefixes(cache_file)
+        except OSError as error:
+            raise LeadlineError(f"cache-file {cache_file}: cannot be written: {error.strerror}") from error
 
 
 def served_model(llm: LLM) -> ServedModel:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import deepseek_recipe as recipe
 
@@ -56,21 +56,6 @@ class Usage:
         }
 
 
-class Answers(Protocol):
-    """All answers to one request, in one protocol."""
-
-    usage: Usage
-
-    def feed(self, index: int, delta: Delta) -> list[Event]:
-        """The events that this delta of answer `index` completes."""
-
-    def end(self) -> list[Event]:
-        """The events after the last delta of the last answer."""
-
-    def document(self) -> dict[str, Any]:
-        """The same as one document, once all answers have ended."""
-
-
 class ReasoningCounter:
     """Counts the tokens of one answer before `</think>`, or before the tool marker that ends reasoning as well."""
 
@@ -105,7 +90,11 @@ class _Chat:
 
 
 class _RecipeAnswers:
-    """What the three chat protocols share."""
+    """What the three chat protocols share.
+
+    feed: the events that a delta of answer `index` completes. end: those after the last delta of the last answer.
+    document: the same as one document, once all answers have ended.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, protocol: Any, prompt: ChatPrompt, answer_id: str, model: str, usage: Usage, n: int
@@ -312,6 +301,9 @@ class CompletionAnswers:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+
+Answers = ChatAnswers | MessagesAnswers | ResponsesAnswers | CompletionAnswers
 
 
 def logprob_entry(tokenizer: Tokenizer, entries: Sequence[Logprob]) -> dict[str, Any]:

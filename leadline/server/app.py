@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from leadline import __version__
-from leadline.errors import LeadlineError, PromptError
+from leadline.errors import LeadlineError, PromptError, RequestError
 from leadline.server import bodies, metrics
 from leadline.server.answers import Event
 from leadline.server.errors import ApiError, api_error
@@ -339,7 +339,7 @@ def _routes(service: Service) -> APIRouter:
         service.check_model_name(body.model)
         model = service.ready_model()
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: expected a prompt or messages, and only one of them", param="prompt")
+            raise RequestError("prompt: expected a prompt or messages, and only one of them")
         if body.prompt is not None:
             ids = await asyncio.to_thread(model.tokenizer.encode, body.prompt, add_bos=body.add_special_tokens)
         else:
@@ -357,7 +357,7 @@ def _routes(service: Service) -> APIRouter:
         try:
             return _json({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
         except PromptError as error:
-            raise ApiError(400, f"tokens: {error}", param="tokens") from None
+            raise RequestError(f"tokens: {error}") from None
 
     @get("/v1/models")
     async def models() -> Response:
@@ -390,8 +390,6 @@ def _routes(service: Service) -> APIRouter:
 
     @get("/")
     async def page() -> Response:
-        if not PAGE.exists():
-            raise ApiError(404, "path: there is no page in this installation", kind="not_found_error")
         return FileResponse(PAGE, headers=_PAGE_HEADERS)
 
     return router

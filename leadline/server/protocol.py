@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from leadline.config.sampling import SamplingParams
+from leadline.errors import RequestError
 from leadline.server.bodies import SamplingBody
-from leadline.server.errors import ApiError
 from leadline.text.chat import Effort, Protocol
 
 _PROMPT_FIELDS: dict[Protocol, tuple[str, ...]] = {
@@ -44,29 +44,26 @@ class Wish:
 
 
 def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
-    """Read a body that has passed its schema. Raises: ApiError 400 for what cannot be done."""
+    """Read a body that has passed its schema. Raises: RequestError for what cannot be done."""
     raw = {key: value for key, value in raw.items() if value is not None}
     body = {key: raw[key] for key in _PROMPT_FIELDS[protocol] if key in raw}
     _refuse_unread(_PROMPT_FIELDS[protocol][0], raw[_PROMPT_FIELDS[protocol][0]])
     thinking, effort = _thinking(protocol, raw)
     is_json, schema = _answer_format(protocol, raw)
     if not body.get("tools"):
-        _refuse_choice_without_tools(raw.get("tool_choice"))
+        if _is_forced(raw.get("tool_choice")):
+            raise RequestError("tool_choice: a tool is required, but the request has no tools")
         body.pop("tools", None), body.pop("tool_choice", None)
     elif _is_forced(body.get("tool_choice")):
         # The prompt opens the call block itself, right where the answer begins, so there is no place to think.
         if thinking or effort is not None:
-            raise ApiError(
-                400,
+            raise RequestError(
                 "tool_choice: a required or named tool needs thinking off, and this request switches it on; leave "
-                "thinking and effort out, or use tool_choice auto",
-                param="tool_choice",
+                "thinking and effort out, or use tool_choice auto"
             )
         thinking = False
     if is_json and body.get("tools") and body.get("tool_choice") != "none":
-        raise ApiError(
-            400, "response_format: JSON and tools exclude each other; leave one out", param="response_format"
-        )
+        raise RequestError("response_format: JSON and tools exclude each other; leave one out")
     if is_json and schema is None:  # nothing is rendered for a free JSON object
         body.pop("response_format", None), body.pop("text", None)
     if protocol == "chat":
@@ -104,11 +101,7 @@ def json_schema_of(response_format: Mapping[str, Any] | None) -> tuple[bool, dic
         return kind == "json_object", None
     schema = ((response_format or {}).get("json_schema") or {}).get("schema")
     if schema is None:
-        raise ApiError(
-            400,
-            "response_format.json_schema.schema: expected a JSON Schema, got none",
-            param="response_format.json_schema.schema",
-        )
+        raise RequestError("response_format.json_schema.schema: expected a JSON Schema, got none")
     return True, schema
 
 
@@ -126,7 +119,7 @@ def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, 
             thinking = switches[name]
     if effort == "none":
         if thinking:
-            raise ApiError(400, "reasoning_effort: none and thinking exclude each other", param="reasoning_effort")
+            raise RequestError("reasoning_effort: none and thinking exclude each other")
         return False, None
     return thinking, effort
 
@@ -148,19 +141,13 @@ def _refuse_unread(field: str, value: Any) -> None:
             _refuse_unread(f"{field}.{number}", entry)
     elif isinstance(value, Mapping):
         if value.get("type") in _UNREAD:
-            message = f"{field}: expected texts and images, got {value['type']}; put its text into the message"
-            raise ApiError(400, message, param=field)
+            raise RequestError(f"{field}: expected texts and images, got {value['type']}; put its text there")
         _refuse_unread(f"{field}.content", value.get("content"))
 
 
 def _is_forced(choice: Any) -> bool:
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     return kind not in (None, "auto", "none")
-
-
-def _refuse_choice_without_tools(choice: Any) -> None:
-    if _is_forced(choice):
-        raise ApiError(400, "tool_choice: a tool is required, but the request has no tools", param="tool_choice")
 
 
 def _chat_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -24,7 +27,18 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, which raises the signal again at the end: that would kill us before the cache is saved."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info("stopping drain_seconds=%g", self._service.settings.drain_seconds)
         stopping = asyncio.ensure_future(self._service.stop(self._service.settings.drain_seconds))
         await super().shutdown(sockets)
         await stopping

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from leadline.config.model import VisionConfig
 from leadline.config.sampling import SamplingParams
 from leadline.engine.request import Delta, Request
-from leadline.errors import EngineError, ImageError
+from leadline.errors import EngineError, ImageError, RequestError
 from leadline.server import bodies
 from leadline.server.answers import (
     Answers,
@@ -37,7 +35,7 @@ from leadline.server.protocol import Wish, json_schema_of, read_wish, sampling_p
 from leadline.server.settings import ServerSettings
 from leadline.text.chat import ChatPrompt, Protocol, render_request
 from leadline.text.grammar import Grammar
-from leadline.text.images import PreparedImage, expand_images, load_image, prepare_image
+from leadline.text.images import PreparedImage, content_ids, expand_images, load_image, prepare_image
 from leadline.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
@@ -152,12 +150,8 @@ class Service:
         """The name that a response reports. Raises: ApiError 404 for an unknown one; only exact names count."""
         if name is not None and name not in self.settings.names:
             served = ", ".join(self.settings.names)
-            raise ApiError(
-                404,
-                f"model: {name[:100]!r} is not served here; served: {served}",
-                param="model",
-                code="model_not_found",
-            )
+            message = f"model: {name[:100]!r} is not served here; served: {served}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return name or self.settings.names[0]
 
     async def chat_job(
@@ -172,11 +166,9 @@ class Service:
         name, model = self.check_model_name(body.model), self.ready_model()
         n, params = self._chat_params(body)
         wish = read_wish(protocol, raw)
-        grammar = None
-        if wish.is_json:
-            grammar = await asyncio.to_thread(Grammar.json_schema, model.tokenizer, wish.schema)
+        grammar = await _grammar(model, wish.is_json, wish.schema)
         prompt, inputs = await self.chat_input(model, protocol, wish)
-        request = self._request(inputs.request, params, body.priority, grammar)
+        request = self._request(inputs.request, params, body, grammar)
         usage = Usage(len(request.token_ids), inputs.images, inputs.image_tokens)
         answer_id = f"{_ID_PREFIX[protocol]}-{request_id}"
         args = (model.tokenizer, protocol, prompt, answer_id, name, usage, n)
@@ -200,24 +192,23 @@ class Service:
         params = sampling_params(
             body, n=n, max_tokens=body.max_tokens or _COMPLETION_TOKENS, stop=body.stop, logprobs=body.logprobs
         )
-        is_json, schema = json_schema_of(
-            None if body.response_format is None else body.response_format.model_dump(by_alias=True)
-        )
-        grammar = await asyncio.to_thread(Grammar.json_schema, model.tokenizer, schema) if is_json else None
+        shape = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
+        grammar = await _grammar(model, *json_schema_of(shape))
         given = body.prompt
-        prompts: Sequence[Any] = [given] if isinstance(given, str) or given[:1] == [] or _is_ids(given) else given
+        is_one = isinstance(given, str) or given[:1] == [] or isinstance(given[0], int)
+        prompts: Sequence[Any] = [given] if is_one else given
         if not 1 <= len(prompts) <= _MAX_PROMPTS:
-            raise ApiError(400, f"prompt: expected 1 to {_MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+            raise RequestError(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, got {len(prompts)}")
 
         def encode(prompt: str | list[int]) -> list[int]:
             return model.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
 
         ids = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
         if not all(ids):
-            raise ApiError(400, "prompt: expected at least one token, got none", param="prompt")
+            raise RequestError("prompt: expected at least one token, got none")
         if any(model.tokenizer.image_token_id in prompt for prompt in ids):
-            raise ApiError(400, "prompt: expected no image tokens; images need a chat", param="prompt")
-        requests = [self._request(Request(token_ids=prompt), params, body.priority, grammar) for prompt in ids]
+            raise RequestError("prompt: expected no image tokens; images need a chat")
+        requests = [self._request(Request(token_ids=prompt), params, body, grammar) for prompt in ids]
         usage = Usage(sum(len(prompt) for prompt in ids))
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         answer_id = f"{_ID_PREFIX['completions']}-{request_id}"
@@ -236,12 +227,8 @@ class Service:
         if not prompt.images:
             return prompt, _Input(Request(token_ids=prompt.token_ids), 0, 0)
         if len(prompt.images) > self.settings.max_images:
-            raise ApiError(
-                400,
-                f"{prompt.image_fields[-1]}: expected at most {self.settings.max_images} images, got "
-                f"{len(prompt.images)}",
-                param=prompt.image_fields[-1],
-            )
+            field, most = prompt.image_fields[-1], self.settings.max_images
+            raise RequestError(f"{field}: expected at most {most} images, got {len(prompt.images)}")
         sources = [
             await self._image_source(str(url), name)
             for url, name in zip(prompt.images, prompt.image_fields, strict=True)
@@ -327,33 +314,27 @@ class Service:
             return 1, sampling_params(body, max_tokens=body.max_output_tokens, stop=body.stop)
         n = self._checked_n(body.n)
         if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs: expected logprobs true with it", param="top_logprobs")
+            raise RequestError("top_logprobs: expected logprobs true with it")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens
         return n, sampling_params(body, n=n, max_tokens=max_tokens, stop=body.stop, logprobs=logprobs)
 
     def _checked_n(self, n: int | None) -> int:
         if n is not None and n > self.settings.max_n:
-            raise ApiError(400, f"n: expected at most {self.settings.max_n}, got {n}", param="n")
+            raise RequestError(f"n: expected at most {self.settings.max_n}, got {n}")
         return n or 1
 
-    def _request(self, prompt: Request, params: SamplingParams, priority: int | None, grammar: Any) -> Request:
-        return Request(
-            token_ids=prompt.token_ids,
-            params=params,
-            image_rows=prompt.image_rows,
-            token_types=prompt.token_types,
-            cache_ids=prompt.cache_ids,
-            priority=priority or 0,
-            timeout=self.settings.request_seconds,
-            grammar=grammar,
-        )
+    def _request(
+        self, prompt: Request, params: SamplingParams, body: bodies.SamplingBody, grammar: Grammar | None
+    ) -> Request:
+        timeout = self.settings.request_seconds
+        return replace(prompt, params=params, priority=body.priority or 0, timeout=timeout, grammar=grammar)
 
     async def _image_source(self, url: str, name: str) -> tuple[str, str | bytes]:
         if url.startswith("data:"):
             return name, url
         if not self.settings.image_urls:
-            raise ApiError(400, f"{name}: expected a data URL; this server fetches no images", param=name)
+            raise RequestError(f"{name}: expected a data URL; this server fetches no images")
         try:
             return name, await fetch_image(url, seconds=self.settings.image_seconds)
         except ImageError as error:
@@ -372,6 +353,10 @@ def cancel(job: Job) -> None:
     """Give back whatever the job still holds. Any number of times."""
     for stream in job.streams:
         stream.cancel()
+
+
+async def _grammar(model: ServedModel, is_json: bool, schema: dict[str, Any] | None) -> Grammar | None:
+    return await asyncio.to_thread(Grammar.json_schema, model.tokenizer, schema) if is_json else None
 
 
 async def _merged(streams: Sequence[Any]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
@@ -423,23 +408,6 @@ def _with_images(model: ServedModel, prompt: ChatPrompt, sources: list[tuple[str
         token_ids=ids_T.tolist(),
         image_rows=model.encode_images(prepared),
         token_types=types_T,
-        cache_ids=_cache_ids(ids_T, types_T, prepared),
+        cache_ids=content_ids(ids_T, types_T, prepared),
     )
     return _Input(request, len(prepared), sum(plan.num_tokens for plan in plans))
-
-
-def _cache_ids(ids_T: Tensor, types_T: Tensor, images: list[PreparedImage]) -> list[int]:
-    """The prompt's ids; inside images negative numbers made of what the image shows, so that equal means equal."""
-    cache_ids_T = ids_T.clone()
-    numbers = []
-    for image in images:
-        shape = f"{image.plan.token_rows} {image.plan.token_columns} ".encode()
-        content = hashlib.shake_256(shape + image.patches.contiguous().view(torch.uint8).numpy().tobytes())
-        digest = torch.frombuffer(bytearray(content.digest(8 * image.plan.num_tokens)), dtype=torch.int64)
-        numbers.append(-1 - (digest & ((1 << 62) - 1)))
-    cache_ids_T[types_T >= 0] = torch.cat(numbers)
-    return cache_ids_T.tolist()
-
-
-def _is_ids(prompt: Sequence[Any]) -> bool:
-    return isinstance(prompt[0], int)

@@ -6,8 +6,13 @@ import anthropic
 import httpx
 import openai
 import pytest
+import torch
 
-from tests.server.serving import Running, fake_server
+from leadline.cli.serve import served_model
+from leadline.llm import LLM
+from leadline.server.service import Service
+from leadline.server.settings import ServerSettings
+from tests.server.serving import NAME, Running, fake_server, serving
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +62,13 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 def claude(server: Running) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0, timeout=20) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def real() -> Iterator[Running]:
+    """The small default model on the real engine."""
+    llm = LLM(max_num_seqs=4, max_cache_tokens=1 << 14)
+    torch.set_num_threads(1)
+    model = served_model(llm)
+    with serving(Service(ServerSettings(names=(NAME,)), lambda progress: model), model.engine) as running:
+        yield running

@@ -4,76 +4,79 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from leadline.bench.workload import Workload
+from leadline.cli.serve import served_model
 from leadline.llm import LLM
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
 from leadline.testing.load import settled, storm
-from leadline.testing.server_process import ServerProcess
 from tests.server.serving import Running, serving
 
 pytestmark = pytest.mark.tiny
 
-MODEL = Path(__file__).parent.parent / "golden" / "models" / "swa"
+MODEL = Path(__file__).parent.parent / "golden" / "models" / "everything"
 LOAD = Workload(
     sessions=100, turns=2, shared_prefix=130, input_len=(1, 60), output_len=(1, 12), concurrency=32, cancel=0.25
 )
-MAX_GROWTH_MIB = 24  # of the whole process over a second load like the first one
+ROUND_TRIPS = 224  # requests of a load, those that hang up included
+# The math library keeps a compiled kernel for each shape it meets, some 100 KiB; a second load still meets new shapes.
+MAX_GROWTH_MIB = 200
+MAX_GROWTH_OF_EQUALS_MIB = 6  # of 100 equal requests, which meet none; measured: 1 to 2, and 0.05 in the 800 after them
 
 
-@pytest.fixture
-def small() -> Iterator[Running]:
-    llm = LLM(MODEL, max_num_seqs=16, max_num_batched_tokens=256, max_cache_tokens=8192)
-    model = served_model(llm)
-    with serving(Service(ServerSettings(), lambda progress: model), model.engine) as running:
-        yield running
-
-
-def memory_mib() -> float:
+def memory() -> tuple[float, int, int]:
+    """Resident MiB; Python objects; bytes of tensors."""
     gc.collect()
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
+    objects = gc.get_objects()
+    tensors = [found for found in objects if issubclass(type(found), torch.Tensor)]
+    return int(line.split()[1]) / 1024, len(objects), sum(tensor.nbytes for tensor in tensors)
 
 
-def test_200_requests_leave_nothing_behind(small: Running) -> None:
-    start = small.engine.stats()
-    figures = asyncio.run(storm(small.url, LOAD, hang_ups=24))
+def test_200_requests_leave_nothing_behind() -> None:
+    llm = LLM(MODEL, max_num_seqs=16, max_num_batched_tokens=256, max_cache_tokens=8192)
+    model = served_model(llm)
+    with serving(Service(ServerSettings(), lambda progress: model), model.engine) as server:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            body = {"prompt": list(range(3, 40)), "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+            for count in range(180):
+                if count == 80:
+                    before = memory()
+                http.post("/v1/completions", json=body).raise_for_status()
+            assert memory()[0] - before[0] <= MAX_GROWTH_OF_EQUALS_MIB
+        figures, before = load(server)
+        assert figures["completed"] + figures["cancelled"] == 200
+        assert figures["cancelled"] > 20
+        assert figures["cached_share"] > 0
+        # Nobody waits for everybody else.
+        assert figures["p99_ttft_ms"] < 1000 * figures["duration"] / 2
+        _, after = load(server)
+        # Less than an object for each request, and no tensor.
+        assert after[1] - before[1] < ROUND_TRIPS
+        assert after[2] == before[2]
+        assert after[0] - before[0] <= MAX_GROWTH_MIB
+    prefix, cache = llm.engine.prefix, llm.cache
+    assert prefix is not None
+    prefix.clear()
+    assert cache.pages.num_free == cache.pages.num_pages
+    assert cache.window_pages.num_free == cache.window_pages.num_pages
+    assert cache.num_free_slots == cache.max_sequences
+
+
+def load(server: Running) -> tuple[dict[str, Any], tuple[float, int, int]]:
+    """Loads the server and waits until it has settled: it holds nothing but its prefix cache then."""
+    figures = asyncio.run(storm(server.url, LOAD, hang_ups=24))
+    asyncio.run(settled(server.url))
     assert figures["errors"] == {}
-    assert figures["completed"] + figures["cancelled"] == 200
-    assert figures["cancelled"] > 20
-    assert figures["cached_share"] > 0
-    asyncio.run(settled(small.url))
-    after = small.engine.stats()
-    assert (after.running, after.waiting, after.slots_used) == (0, 0, 0)
-    # What the prefix cache keeps is all that is kept.
-    assert small.engine.error is None
-    assert after.numerics_errors == start.numerics_errors
-    used = memory_mib()
-    asyncio.run(storm(small.url, LOAD, hang_ups=24))
-    asyncio.run(settled(small.url))
-    assert memory_mib() - used <= MAX_GROWTH_MIB
-
-
-def test_kill_9_during_a_stream_leaves_no_lock_behind(tmp_path: Path) -> None:
-    arguments = (str(MODEL), "--max-cache-tokens", "4096", "--max-num-seqs", "4")
-    body = {"prompt": [5, 6, 7], "max_tokens": 400, "stream": True, "ignore_eos": True}
-    first = ServerProcess(*arguments, log=tmp_path / "first.log")
-    with httpx.stream("POST", f"{first.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data:")
-        first.process.kill()
-        with pytest.raises(httpx.HTTPError):
-            list(lines)
-    first.process.wait(10)
-    with ServerProcess(*arguments, log=tmp_path / "second.log", port=first.port) as second:
-        answer = httpx.post(f"{second.url}/v1/completions", json=body | {"stream": False, "max_tokens": 5}, timeout=60)
-        assert json.loads(answer.content)["usage"]["completion_tokens"] == 5
-        assert second.stop() in (0, -signal.SIGTERM)
+    stats = server.engine.stats()
+    assert (stats.running, stats.waiting, stats.slots_used, stats.kv_pages_used, stats.window_pages_used) == (0,) * 5
+    assert stats.numerics_errors == 0
+    assert server.engine.error is None
+    return figures, memory()

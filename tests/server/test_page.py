@@ -217,3 +217,17 @@ def test_the_page_is_one_file_without_foreign_addresses():
     assert "https://" not in text
     assert "src=" not in text
     assert "innerHTML" not in text
+
+
+def test_a_conversation_with_the_real_engine(real, open_page, tmp_path):
+    page = open_page(real)
+    expect(page.locator("#state")).to_have_text("ready")
+    page.get_by_label("Most tokens").fill("40")
+    for count in (1, 2):
+        ask(page, "How deep is the harbour, and how do you know? " * 5)
+        expect(page.locator(".note")).to_have_count(count)
+        expect(page.locator(".note").last).to_contain_text("tokens/s")
+    expect(page.locator(".note").last).to_contain_text("prompt tokens from the cache")
+    expect(figure(page, "Prefix cache hits")).to_contain_text("%")
+    expect(figure(page, "Running")).to_contain_text("0")
+    page.screenshot(path=tmp_path / "real.png")
