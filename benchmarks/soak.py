@@ -31,7 +31,7 @@ from leadline.testing.server_process import ServerProcess
 REQUESTS = 100  # of a round, half of them second turns
 HANG_UPS = 8  # on top of them
 SERVER = ("--max-cache-tokens", "32768", "--max-snapshots", "64")
-MAX_GROWTH = 0.04  # of the memory's peak: about 15 KiB for each request of half an hour
+MAX_GROWTH = 0.04  # of the memory's peak: about 40 KiB for each request of half an hour
 HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "leadline:slots_used", "leadline:kv_pages_used",
         "leadline:window_pages_used")  # fmt: skip
 KEPT = ("completed", "cancelled", "failed", "errors", "cached_share", "output_throughput", "p90_ttft_ms",

@@ -26,9 +26,10 @@ LOAD = Workload(
     sessions=100, turns=2, shared_prefix=130, input_len=(1, 60), output_len=(1, 12), concurrency=32, cancel=0.25
 )
 ROUND_TRIPS = 224  # requests of a load, those that hang up included
-# The math library keeps a compiled kernel for each shape it meets, some 100 KiB; a second load still meets new shapes.
+# Native memory goes with new shapes of batches (kernels that oneDNN keeps, and more): docs/log.md. A second load still
+# meets some; measured: 125.
 MAX_GROWTH_MIB = 200
-MAX_GROWTH_OF_EQUALS_MIB = 6  # of 100 equal requests, which meet none; measured: 1 to 2, and 0.05 in the 800 after them
+MAX_GROWTH_OF_EQUALS_MIB = 6  # of 100 equal requests, which meet none; measured: 1 to 2, and 0.2 in the 800 after them
 
 
 def memory() -> tuple[float, int, int]:
