@@ -30,6 +30,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 _DEFAULT_CACHE_TOKENS = 1 << 18
 _DEFAULT_SNAPSHOTS = 64
+_HASHED_BYTES = 1 << 26  # of a file, in blocks spread over it
+_HASHED_BLOCK = 1 << 16
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -196,6 +198,19 @@ class LLM:
         host_cache_bytes: int = 0,
         max_waiting: int | None = None,
     ) -> None:
+        for option, value, least in (
+            ("max_model_len", max_model_len, 2),
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("max_cache_tokens", max_cache_tokens, 1),
+            ("max_snapshots", max_snapshots, 0),
+            ("host_cache_bytes", host_cache_bytes, 0),
+            ("max_waiting", max_waiting, 1),
+        ):
+            if value is not None and (type(value) is not int or value < least):
+                raise RequestError(f"{option}: expected an integer of at least {least}, got {value!r}")
+        if not isinstance(speculate, bool | Speculation):
+            raise RequestError(f"speculate: expected True, False or a Speculation, got {speculate!r}")
         self.name = name
         self.model = model
         self.config = model.config
@@ -379,13 +394,17 @@ class LLM:
         return self.engine.prefix
 
     def _fingerprint(self) -> str:
-        """Of configuration and weights: the files' names, sizes and first bytes, which hold the shards' headers."""
+        """Of configuration and weights: all bytes of small files; of large ones times, headers and samples."""
         if self._folder is None:
             raise RequestError("prefix cache: only a model that was loaded from a folder can save it or load one")
         digest = hashlib.sha256()
         for path in sorted(p for p in self._folder.iterdir() if p.suffix in (".json", ".safetensors")):
+            size, changed = path.stat().st_size, path.stat().st_mtime_ns
+            digest.update(f"{path.name} {size} {changed if size > _HASHED_BYTES else 0} ".encode())
             with path.open("rb") as file:
-                digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(1 << 16))
+                for start in range(0, size, max(_HASHED_BLOCK, size * _HASHED_BLOCK // _HASHED_BYTES)):
+                    file.seek(start)
+                    digest.update(file.read(_HASHED_BLOCK))
         return digest.hexdigest()
 
     def _run_chat(

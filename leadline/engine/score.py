@@ -10,6 +10,7 @@ import torch
 from leadline.engine.model_api import Model
 from leadline.engine.request import Progress, check_prompt
 from leadline.engine.sampler import Logprob, check_finite, logprobs_of
+from leadline.errors import RequestError
 from leadline.model.step import Run
 
 SCORED_ROWS = 256  # per step: logits of the released vocabulary take half a MB a row
@@ -27,8 +28,11 @@ def score(
     """For every prompt token: its entry and the `top` most likely ones, given the tokens before it; None for the first.
 
     Every layer runs on every token (`prefill="full"`), one prompt after the other.
-    Raises: PromptError before any work; CapacityError if the cache is full; NumericsError at NaN or infinite logits.
+    Raises: RequestError, PromptError before any work; CapacityError if the cache is full; NumericsError at NaN or
+    infinite logits.
     """
+    if type(top) is not int or top < 0:
+        raise RequestError(f"top: expected an integer of at least 0, got {top!r}")
     context = min(model.config.max_position_embeddings, max_length or model.config.max_position_embeddings)
     for prompt in prompts:
         check_prompt(prompt, model.config.vocab_size, context)

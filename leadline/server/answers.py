@@ -100,6 +100,7 @@ class _RecipeAnswers:
         self, tokenizer: Tokenizer, protocol: Any, prompt: ChatPrompt, answer_id: str, model: str, usage: Usage, n: int
     ) -> None:
         self.usage = usage
+        self._top_logprobs = 0
         self._tokenizer, self._model, self._id = tokenizer, model, answer_id
         self._created = int(time.time())
         request, response = REQUESTS[protocol], _RESPONSES[protocol]
@@ -126,7 +127,7 @@ class _RecipeAnswers:
         self.usage.reasoning += reasoning
         self.usage.completion += len(delta.token_ids)
         if delta.logprobs is not None:
-            entries = [logprob_entry(self._tokenizer, per_token) for per_token in delta.logprobs]
+            entries = [logprob_entry(self._tokenizer, per_token, self._top_logprobs) for per_token in delta.logprobs]
             answer.reasoning_logprobs += entries[:reasoning]
             answer.content_logprobs += entries[reasoning:]
         if delta.text or delta.token_ids:
@@ -160,10 +161,11 @@ class _RecipeAnswers:
 
 
 class ChatAnswers(_RecipeAnswers):
-    """Chat Completions. include_usage: a stream ends with its usage."""
+    """Chat Completions. include_usage: a stream ends with its usage. top_logprobs: most likely tokens asked for."""
 
-    def __init__(self, *args: Any, include_usage: bool = False, **options: Any) -> None:
+    def __init__(self, *args: Any, include_usage: bool = False, top_logprobs: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._top_logprobs = top_logprobs
         self._include_usage = include_usage
 
     def end(self) -> list[Event]:
@@ -291,8 +293,10 @@ class CompletionAnswers:
         tops = []
         offsets = []
         for text, entry in zip(texts, entries, strict=True):
-            names = self._tokenizer.decode_each([item.token_id for item in entry[1:]])
-            tops.append({name: _finite(item.logprob) for name, item in zip(names, entry[1:], strict=True)})
+            # The sampled token is among them also where it is not one of the most likely, as in OpenAI's answers.
+            ranked = sorted(entry, key=lambda item: item.rank)
+            names = self._tokenizer.decode_each([item.token_id for item in ranked])
+            tops.append({name: _finite(item.logprob) for name, item in zip(names, ranked, strict=True)})
             offsets.append(offset)
             offset += len(text)
         return {
@@ -306,14 +310,15 @@ class CompletionAnswers:
 Answers = ChatAnswers | MessagesAnswers | ResponsesAnswers | CompletionAnswers
 
 
-def logprob_entry(tokenizer: Tokenizer, entries: Sequence[Logprob]) -> dict[str, Any]:
-    """One token in the form of Chat Completions: itself, and the most likely ones."""
+def logprob_entry(tokenizer: Tokenizer, entries: Sequence[Logprob], top: int) -> dict[str, Any]:
+    """One token in the form of Chat Completions: itself, and the `top` most likely ones, perhaps itself among them."""
     texts = tokenizer.decode_each([entry.token_id for entry in entries])
-    own, *top = [
+    items = [
         {"token": text, "logprob": _finite(entry.logprob), "bytes": list(tokenizer.token_bytes(entry.token_id))}
         for text, entry in zip(texts, entries, strict=True)
     ]
-    return {**own, "top_logprobs": top}
+    ranked = sorted(zip(entries, items, strict=True), key=lambda pair: pair[0].rank)
+    return {**items[0], "top_logprobs": [item for entry, item in ranked if entry.rank <= top]}
 
 
 def _finite(logprob: float) -> float:

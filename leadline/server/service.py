@@ -175,7 +175,11 @@ class Service:
         answers: Answers
         if isinstance(body, bodies.ChatBody):
             options = body.stream_options
-            answers = ChatAnswers(*args, include_usage=bool(options and options.include_usage))
+            answers = ChatAnswers(
+                *args,
+                include_usage=bool(options and options.include_usage),
+                top_logprobs=body.top_logprobs or 0,
+            )
         elif protocol == "messages":
             answers = MessagesAnswers(*args)
         else:

@@ -3,7 +3,7 @@
 import pytest
 
 from leadline import LLM, SamplingParams
-from leadline.errors import CheckpointError, ImageError, PromptError, SamplingError
+from leadline.errors import CheckpointError, ImageError, PromptError, RequestError, SamplingError
 from leadline.llm import resolve_model
 from leadline.testing.fake_llm import fake_llm
 
@@ -114,3 +114,28 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         resolve_model("owner/name")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: f"/cache/{name}")
     assert str(resolve_model("owner/name")) == "/cache/owner/name"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_num_batched_tokens", 0),
+        ("max_num_seqs", -1),
+        ("max_num_seqs", 2.5),
+        ("max_snapshots", -1),
+        ("host_cache_bytes", -1),
+        ("max_cache_tokens", -5),
+        ("max_waiting", 0),
+        ("max_model_len", 0),
+        ("speculate", "x"),
+    ],
+)
+def test_bad_options_are_refused_by_name(option, value):
+    llm = fake_llm("ab")
+    with pytest.raises(RequestError, match=option):
+        LLM.from_parts(llm.model, llm.tokenizer, **{"max_snapshots": 0, option: value})
+
+
+def test_score_refuses_a_negative_top():
+    with pytest.raises(RequestError, match="top"):
+        fake_llm("ab").score("ab", top=-1)
