@@ -40,7 +40,9 @@ def chat(
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", show_default="on where the model knows it")
     ] = None,
-    effort: Annotated[str | None, typer.Option(help="Reasoning effort: low, high, max or 1 to 100.")] = None,
+    effort: Annotated[
+        str | None, typer.Option(help="Reasoning effort: minimal, low, medium, high, xhigh, max, or 1 to 100.")
+    ] = None,
     weights: options.Weights = "auto",
     prefill: options.Prefill = "halo",
     speculate: options.Speculate = False,
@@ -85,6 +87,8 @@ def chat(
             try:
                 conversation.take(line)
             except LeadlineError as error:  # of this message: the conversation goes on without it
+                if not sys.stdin.isatty():
+                    raise  # a script must see it, and later lines may lean on this one
                 text = f"error: {error}"
                 Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         except KeyboardInterrupt:  # at the prompt, or just before or behind an answer: drops the line, never the chat

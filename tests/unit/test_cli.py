@@ -149,10 +149,20 @@ def test_import_leadline_is_light():
 
 
 def test_chat_over_a_pipe(run):
-    result = run("chat", "-n", 4, "--system", "S", stdin="one\n\ntwo\n/nonsense\n/reset\nthree\n/exit\nfour\n")
+    result = run("chat", "-n", 4, "--system", "S", stdin="one\n\ntwo\n/reset\nthree\n/exit\nfour\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == "abca\n" * 3
-    assert "error: /nonsense: no such command" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "error"), [("/nonsense", "/nonsense: no such command"), ("/image /no/such.png", "image /no/such.png")]
+)
+def test_a_pipe_ends_at_its_first_bad_line(run, line, error):
+    """No answer without the image that it is about, and a status that a script can see."""
+    result = run("chat", "-n", 2, stdin=f"one\n{line}\nx\n")
+    assert result.exit_code == 1
+    assert result.stdout == "ab\n"
+    assert error in str(result.exception)
 
 
 def test_chat_keeps_and_forgets_the_conversation(run, monkeypatch):
@@ -171,12 +181,6 @@ def fake_prompt(tokenizer):
     from leadline.text.chat import render_chat
 
     return render_chat(tokenizer, [{"role": "user", "content": "x"}])
-
-
-def test_chat_refuses_an_image_and_goes_on(run):
-    result = run("chat", "-n", 2, stdin="/image /no/such.png\nx\n")
-    assert result.stdout == "ab\n"
-    assert "error: image /no/such.png" in result.stderr
 
 
 def test_ops(run):
