@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from leadline.checkpoint.random_model import default_config
 from leadline.cli import main as cli_main
 from leadline.config.sampling import SamplingParams
+from leadline.errors import CheckpointError
 from leadline.llm import LLM
 from leadline.text.images import resize_plan
 from tests.model.driver import MODELS
@@ -100,3 +102,21 @@ def test_images_of_one_size_are_told_apart_by_the_prefix_cache(tmp_path: Path) -
     stats = cached.engine.stats()
     assert stats.cached_tokens > 0  # the third prompt is the first one again
     assert stats.cached_tokens < len(warm.prompt_token_ids)
+
+
+def test_a_saved_prefix_cache_belongs_to_the_bytes_of_its_model(tmp_path: Path) -> None:
+    """Same names, sizes and headers, other weights: refused, or its answers would be those of no model."""
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        shutil.copytree(MODELS / "everything", folder)
+    shard = next(folders[1].glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    models = [LLM(folder, max_cache_tokens=1024) for folder in folders]
+    file = tmp_path / "prefixes"
+    models[0].generate([list(range(5, 200))], SamplingParams(temperature=0, max_tokens=2))
+    models[0].save_prefixes(file)
+    LLM(folders[0], max_cache_tokens=1024).load_prefixes(file)
+    with pytest.raises(CheckpointError):
+        models[1].load_prefixes(file)
