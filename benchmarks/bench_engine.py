@@ -3,7 +3,7 @@
 The model looks the next token of every row up in a table. All threads but one are off. Before any figure is printed
 every token and every character of the text must be right.
 
-    python benchmarks/bench_engine.py [--tokens 200] [--profile]
+    python -m benchmarks.bench_engine [--tokens 200] [--profile]
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from leadline.engine.core import EngineCore
 from leadline.engine.request import Request
 from leadline.engine.speculate import Speculation
 from leadline.model.step import Run
-from leadline.testing.fake_model import FakeCache, FakeConfig, FakeDraftOutput, FakeModel, FakeStepOutput
-from leadline.testing.fake_text import byte_tokenizer
+from tests.support.fake_model import FakeCache, FakeConfig, FakeDraftOutput, FakeModel, FakeStepOutput
+from tests.support.fake_text import byte_tokenizer
 
 BATCH = 64
 LETTERS = range(70, 90)  # ids of some bytes; the model goes round them

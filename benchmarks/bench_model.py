@@ -4,7 +4,7 @@ The small default model (12 layers, width 384, 16 experts). The rival is the str
 module, a loop over the experts, nothing carried, a full forward of every layer over the whole text for each new token.
 Before any figure is printed both forms must choose the same tokens with the same logits.
 
-    python benchmarks/bench_model.py [--threads N]
+    python -m benchmarks.bench_model [--threads N]
 """
 
 from __future__ import annotations

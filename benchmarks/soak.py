@@ -5,7 +5,7 @@ dropped answers and cut connections. The cache is small, so that it is full afte
 wait and to give way. After each round nothing may run, wait or hold a slot or a page. Exit status 1 if a request
 failed, something leaked, or the memory's peak of the second half of all rounds is higher than that of the first.
 
-    python benchmarks/soak.py [--minutes 30] [--concurrency 32] [--model FOLDER] [--output FILE]
+    python -m benchmarks.soak [--minutes 30] [--concurrency 32] [--model FOLDER] [--output FILE]
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from leadline.bench.workload import Workload
-from leadline.testing.load import settled, storm
-from leadline.testing.server_process import ServerProcess
+from tests.support.load import settled, storm
+from tests.support.server_process import ServerProcess
 
 REQUESTS = 100  # of a round, half of them second turns
 HANG_UPS = 8  # on top of them

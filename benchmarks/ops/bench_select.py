@@ -1,6 +1,6 @@
 """Time of the index selection at the released sizes: 32 heads of 128, 512 rows, 2048 blocks of 8, packed rows.
 
-    python benchmarks/ops/bench_select.py [--rows 1048576] [--queries 64] [--repeat 5]
+    python -m benchmarks.ops.bench_select [--rows 1048576] [--queries 64] [--repeat 5]
 
 Prints a table and one JSON line. Before a size is timed, its selection is compared with a plain sort of all scores for
 one query; a size that fails has no figure, and the exit status is 1.

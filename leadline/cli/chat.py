@@ -75,7 +75,7 @@ def chat(
         llm = open_llm(model, weights, prefill, speculate, max_model_len)
         source = ModelAnswers(llm, params, thinking=thinking, effort=_effort(effort))
     conversation = _Conversation(source, system)
-    if sys.stdin.isatty():
+    if _at_terminal():
         with suppress(ImportError):
             importlib.import_module("readline")  # gives input() line editing and history
         Console(stderr=True).print(_HELP, style="dim", highlight=False)
@@ -87,7 +87,7 @@ def chat(
             try:
                 conversation.take(line)
             except LeadlineError as error:  # of this message: the conversation goes on without it
-                if not sys.stdin.isatty():
+                if not _at_terminal():
                     raise  # a script must see it, and later lines may lean on this one
                 text = f"error: {error}"
                 Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -166,11 +166,15 @@ def _readable_image(name: str) -> Path:
 def _read_line() -> str | None:
     """The next line, None at the end of input."""
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if _at_terminal() else "")
     except EOFError:
         return None
     except UnicodeDecodeError as error:
         raise PromptError(f"stdin: expected UTF-8 text, got {error}") from None
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _effort(text: str | None) -> int | str | None:

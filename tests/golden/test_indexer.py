@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leadline.formats.rows import DenseRows
 from leadline.ops.select import KeyRows, select_in_blocks, select_rows, select_rows_and_blocks
-from leadline.testing.selection import operands_for_scores
+from tests.support.selection import operands_for_scores
 
 pytestmark = pytest.mark.golden
 

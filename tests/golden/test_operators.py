@@ -15,8 +15,8 @@ from leadline.ops.norm import rms_norm
 from leadline.ops.quantize import act_quant
 from leadline.ops.reference.hyper import split
 from leadline.ops.rope import apply_rope, frequencies, turns
-from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.token_map import token_map
+from tests.support.released_tokenizer import released_tokenizer
 
 pytestmark = pytest.mark.golden
 

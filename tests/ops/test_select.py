@@ -15,7 +15,7 @@ from leadline.errors import OperatorError
 from leadline.formats.rows import DenseRows, PackedRows, index_row
 from leadline.ops import select
 from leadline.ops.reference import select as reference
-from leadline.testing.selection import operands_for_scores
+from tests.support.selection import operands_for_scores
 
 pytestmark = pytest.mark.unit
 

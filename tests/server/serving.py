@@ -18,9 +18,9 @@ from leadline.config.model import read_config
 from leadline.server.app import create_app
 from leadline.server.service import ServedModel, Service
 from leadline.server.settings import ServerSettings
-from leadline.testing.fake_engine import FakeEngine
-from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FakeEngine
+from tests.support.released_tokenizer import released_tokenizer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RELEASED = read_config(GOLDEN / "released_config.json")

@@ -12,8 +12,8 @@ from schemathesis.checks import not_a_server_error
 from leadline.server.app import create_app
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
-from leadline.testing.fake_engine import FakeEngine
 from tests.server.serving import fake_model, plain_parts, released_parts
+from tests.support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.unit
 

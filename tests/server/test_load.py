@@ -16,8 +16,8 @@ from leadline.cli.serve import served_model
 from leadline.llm import LLM
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
-from leadline.testing.load import settled, storm
 from tests.server.serving import Running, serving
+from tests.support.load import settled, storm
 
 pytestmark = pytest.mark.tiny
 

@@ -18,9 +18,9 @@ from leadline.errors import CapacityError, CheckpointError, PromptError
 from leadline.server.app import PAGE, create_app
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
-from leadline.testing.fake_engine import FakeEngine
 from tests.server.serving import NAME, Running, fake_model, fake_server, plain_parts, serving
 from tests.server.test_clients import ASK
+from tests.support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.unit
 

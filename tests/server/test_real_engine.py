@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from leadline.testing.load import metrics
 from tests.server.serving import NAME, Running
 from tests.server.test_clients import TOOL, data_url
+from tests.support.load import metrics
 
 pytestmark = pytest.mark.tiny
 

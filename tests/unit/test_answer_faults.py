@@ -15,11 +15,11 @@ from leadline.config.model import ModelConfig, read_config
 from leadline.config.sampling import SamplingParams
 from leadline.errors import ConfigError, ImageError
 from leadline.llm import LLM, CompletionOutput
-from leadline.testing.released_tokenizer import released_tokenizer
-from leadline.testing.scripted_llm import scripted_llm
 from leadline.text.chat import render_chat
 from leadline.text.images import expand_images, load_image, prepare_image
 from leadline.text.tokenizer import CONTROL_TOKENS
+from tests.support.released_tokenizer import released_tokenizer
+from tests.support.scripted_llm import scripted_llm
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from leadline.engine.request import Request
 from leadline.engine.thread import AsyncEngine
 from leadline.errors import EngineError, PromptError, QueueFullError, RequestError, SamplingError
 from leadline.model.step import Run
-from leadline.testing.fake_model import FakeModel
+from tests.support.fake_model import FakeModel
 
 pytestmark = pytest.mark.unit
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from leadline.config.model import read_config
 from leadline.errors import ImageError, PromptError
-from leadline.testing.released_tokenizer import released_tokenizer, released_tokenizer_json
 from leadline.text.chat import ChatParser, Messages, hidden_ids, render_chat
 from leadline.text.detokenize import Detokenizer
 from leadline.text.tokenizer import Tokenizer
+from tests.support.released_tokenizer import released_tokenizer, released_tokenizer_json
 
 pytestmark = pytest.mark.unit
 

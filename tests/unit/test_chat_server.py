@@ -108,13 +108,22 @@ def test_images_travel_as_data_urls(run, tmp_path):
     ],
     ids=["400", "429", "500", "reset", "cut off", "in the stream", "not an object"],
 )
-def test_a_failed_answer_is_told_and_the_chat_goes_on(run, reply, message):
+def test_a_failed_answer_ends_a_piped_chat(run, reply, message):
     server = Server(reply, answer({"content": "fine"}))
     result = run(server, stdin="a\nb\n")
+    assert isinstance(result.exception, ServerError)  # which the command prints, with status 1
+    assert message in str(result.exception)
+    assert len(server.bodies) == 1
+
+
+def test_a_chat_at_a_terminal_goes_on_without_the_failed_message(run, monkeypatch):
+    monkeypatch.setattr(chat_command, "_at_terminal", lambda: True)
+    server = Server(httpx.ReadError("reset"), answer({"content": "fine"}))
+    result = run(server, stdin="a\nb\n/exit\n")
     assert result.exit_code == 0, result.output
-    assert f"{message}" in result.stderr
-    assert result.stdout.endswith("fine\n")
-    assert len(server.bodies[1]["messages"]) == 1  # as if the first had not been asked
+    assert "error: server http://host: the connection broke off (reset)" in result.stderr
+    assert "fine\n" in result.stdout
+    assert len(server.bodies[1]["messages"]) == 1
 
 
 def test_a_server_that_is_not_there_is_one_line_and_status_1(monkeypatch, capsys):

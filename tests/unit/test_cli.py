@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import leadline
 from leadline.cli import main as cli_main
 from leadline.cli import options
-from leadline.testing.fake_llm import fake_llm
+from tests.support.fake_llm import fake_llm
 
 pytestmark = pytest.mark.unit
 
@@ -200,7 +200,7 @@ class Terminal:
     def __init__(self, *args):
         code = (
             "import sys, leadline.cli.main as m, leadline.cli.chat as c, leadline.cli.generate as g\n"
-            "from leadline.testing.fake_llm import fake_llm\n"
+            "from tests.support.fake_llm import fake_llm\n"
             "c.open_llm = g.open_llm = lambda *o: fake_llm('abc', step_seconds=0.02)\n"
             f"sys.argv = ['leadline', *{args!r}]\n"
             "m.main()\n"

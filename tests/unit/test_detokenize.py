@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from leadline.config.model import read_config
 from leadline.errors import PromptError
-from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.detokenize import Detokenizer
 from leadline.text.tokenizer import Tokenizer
+from tests.support.released_tokenizer import released_tokenizer
 
 pytestmark = pytest.mark.unit
 

@@ -12,9 +12,9 @@ from leadline.engine.request import Request
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
 from leadline.errors import CapacityError, NumericsError, PromptError, RequestError, SamplingError
-from leadline.testing.fake_model import FakeConfig, FakeModel, FakeSequence
-from leadline.testing.fake_text import byte_tokenizer
 from leadline.text.grammar import Matcher
+from tests.support.fake_model import FakeConfig, FakeModel, FakeSequence
+from tests.support.fake_text import byte_tokenizer
 from tests.unit.engine_driver import generate
 
 pytestmark = pytest.mark.unit

@@ -13,10 +13,10 @@ import torch
 
 from leadline.config.model import read_config
 from leadline.errors import RequestError
-from leadline.testing.fake_text import byte_tokenizer
-from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.grammar import Grammar, Matcher
 from leadline.text.tokenizer import Tokenizer
+from tests.support.fake_text import byte_tokenizer
+from tests.support.released_tokenizer import released_tokenizer
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ import pytest
 from leadline import LLM, SamplingParams
 from leadline.errors import CheckpointError, ImageError, PromptError, RequestError, SamplingError
 from leadline.llm import resolve_model
-from leadline.testing.fake_llm import fake_llm
+from tests.support.fake_llm import fake_llm
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import torch
 from leadline.config.sampling import SamplingParams
 from leadline.engine.sampler import Draw, Logprob, Sampler, logprobs_of, pick
 from leadline.errors import NumericsError
-from leadline.testing.statistics import chi_square_p_value
+from tests.support.statistics import chi_square_p_value
 
 pytestmark = pytest.mark.unit
 

@@ -11,8 +11,8 @@ from leadline.engine.sampler import Sampler
 from leadline.engine.speculate import Proposal, Speculation, StepRows, accept, propose
 from leadline.errors import NumericsError, RequestError
 from leadline.model.step import Run
-from leadline.testing.fake_model import FakeConfig, FakeModel
-from leadline.testing.statistics import chi_square_p_value
+from tests.support.fake_model import FakeConfig, FakeModel
+from tests.support.statistics import chi_square_p_value
 from tests.unit.engine_driver import generate
 
 pytestmark = pytest.mark.unit

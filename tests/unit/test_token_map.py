@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from leadline.config.model import read_config
 from leadline.errors import ConfigError
 from leadline.ops.engram import build_hash_tables, hash_rows
-from leadline.testing.released_tokenizer import released_tokenizer
 from leadline.text.token_map import token_map
 from leadline.text.tokenizer import Tokenizer
+from tests.support.released_tokenizer import released_tokenizer
 
 pytestmark = pytest.mark.unit
 

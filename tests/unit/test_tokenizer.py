@@ -10,8 +10,8 @@ import pytest
 
 from leadline.config.model import read_config
 from leadline.errors import CheckpointError, ConfigError, PromptError
-from leadline.testing.released_tokenizer import released_tokenizer, released_tokenizer_json, write_released_tokenizer
 from leadline.text.tokenizer import Tokenizer
+from tests.support.released_tokenizer import released_tokenizer, released_tokenizer_json, write_released_tokenizer
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from leadline.llm import LLM
 from leadline.model.step import Run
-from leadline.testing.fake_model import FakeCache, FakeModel, FakeStepOutput
-from leadline.testing.fake_text import byte_tokenizer
+from tests.support.fake_model import FakeCache, FakeModel, FakeStepOutput
+from tests.support.fake_text import byte_tokenizer
 
 
 class _ScriptedModel(FakeModel):

@@ -11,8 +11,8 @@ from torch import Tensor
 from leadline.config.model import ModelConfig
 from leadline.llm import LLM
 from leadline.model.step import Run
-from leadline.testing.fake_model import FakeCache, FakeDraftOutput, FakeModel, FakeSequence, FakeStepOutput
-from leadline.testing.released_tokenizer import released_tokenizer
+from tests.support.fake_model import FakeCache, FakeDraftOutput, FakeModel, FakeSequence, FakeStepOutput
+from tests.support.released_tokenizer import released_tokenizer
 
 _GENERATION_HEADER = 2  # <｜Assistant｜> and <think> or </think>
 

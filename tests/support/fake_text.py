@@ -7,8 +7,8 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from leadline.testing.fake_model import FakeConfig
 from leadline.text.tokenizer import Tokenizer
+from tests.support.fake_model import FakeConfig
 
 _NAMED = ("<bos>", "<eos>", "<pad>", "<image>")
 
