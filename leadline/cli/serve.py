@@ -64,6 +64,9 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which a request ends.", show_default="never")
     ] = _DEFAULTS.request_seconds,
+    read_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds in which a request must come whole.")
+    ] = _DEFAULTS.read_seconds,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for running requests when told to stop.")
     ] = _DEFAULTS.drain_seconds,
@@ -78,6 +81,8 @@ def serve(
         api_key=api_key or None,
         max_body_bytes=max_body_mib << 20,
         max_images=max_images,
+        max_n=min(_DEFAULTS.max_n, max_waiting),  # more could never wait together
+        read_seconds=read_timeout,
         image_urls=image_urls,
         request_seconds=request_timeout,
         drain_seconds=drain_timeout,

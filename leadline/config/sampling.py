@@ -67,8 +67,10 @@ class SamplingParams:
         self._integer("min_tokens", 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
-        if len(self.stop) > MAX_STOP_STRINGS or "" in self.stop:
-            _refuse("stop", f"at most {MAX_STOP_STRINGS} texts, none empty", self.stop)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise SamplingError(f"stop: expected at most {MAX_STOP_STRINGS} texts, got {len(self.stop)}")
+        if "" in self.stop:
+            _refuse("stop", "texts that are not empty", "")
         if any(token_id < 0 for token_id in self.stop_token_ids):
             _refuse("stop_token_ids", "ids of at least 0", self.stop_token_ids)
         if self.logprobs is not None:

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import re
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -23,20 +22,24 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from leadline import __version__
-from leadline.errors import LeadlineError, PromptError, RequestError
+from leadline.errors import PromptError, RequestError
 from leadline.server import bodies, metrics
 from leadline.server.answers import Event
-from leadline.server.errors import ApiError, api_error
-from leadline.server.protocol import read_wish
+from leadline.server.errors import ApiError, api_error, request_id_of, too_slow
+from leadline.server.protocol import Wish, read_wish
 from leadline.server.service import Job, Service, cancel
+from leadline.text.chat import Protocol
 
 logger = logging.getLogger("leadline.server")
 T = TypeVar("T")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 PAGE = Path(__file__).parent / "page.html"
+MAX_DEPTH = 100  # of brackets in a body
+MAX_PARTS = 1_250_000  # commas and opening brackets of a body: a million token ids have a million
+_TOO_DEEP = f"expected brackets at most {MAX_DEPTH} deep"
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version")
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' "
     "'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -59,60 +62,74 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="leadline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(_routes(service))
-    for kind in (RequestValidationError, HTTPException, LeadlineError, Exception):
+    for kind in (RequestValidationError, HTTPException):  # the gate answers all others
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(_Gate, service=service)
     return app
 
 
-def parse_json(body: bytes, max_depth: int) -> Any:
+def parse_json(body: bytes) -> Any:
     """The JSON document of a request.
 
-    Raises: ApiError 400 for what is no JSON in UTF-8, NaN and infinities, integers beyond 64 bits, lone surrogates, and
-        brackets nested deeper than `max_depth`.
+    While json.loads and pydantic work nothing else runs, and they need some hundred bytes for each part of a document:
+    so the parts are counted first. Those inside strings count as well; a million tokens of text have less.
+
+    Raises: ApiError 413 for more than `MAX_PARTS` commas and opening brackets. ApiError 400 for what is no JSON in
+        UTF-8, brackets nested deeper than `MAX_DEPTH`, and values that no field takes, see `_flaw`.
     """
 
-    def refuse(what: str) -> ApiError:
-        return ApiError(400, f"body: {what}", param="body", code="invalid_json")
+    def refuse(what: str, field: str = "body") -> ApiError:
+        return ApiError(400, f"{field}: {what}", param=field, code="invalid_json")
 
-    def constant(name: str) -> Any:
-        raise refuse(f"expected JSON numbers, got {name}")
-
+    if (parts := sum(map(body.count, (b",", b"[", b"{")))) > MAX_PARTS:
+        raise _too_large(f"{MAX_PARTS} commas and opening brackets", str(parts))
     try:
-        document = json.loads(body.decode("utf-8"), parse_constant=constant)
+        document = json.loads(body.decode("utf-8"), parse_int=_integer)
     except UnicodeDecodeError as error:
         raise refuse(f"expected UTF-8, got byte {body[error.start]:#04x} at {error.start}") from None
     except RecursionError:
-        raise refuse(f"expected brackets at most {max_depth} deep") from None
+        raise refuse(_TOO_DEEP) from None
     except ValueError as error:
         raise refuse(f"expected JSON, got {str(error)[:100]}") from None
-    level = [document]
-    for _ in range(max_depth):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                below += value.keys()
-                below += value.values()
-            elif isinstance(value, list):
-                below += value
-            elif isinstance(value, str):
-                if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-                    raise refuse("expected Unicode text, got a lone surrogate")
-            elif isinstance(value, float):
-                if math.isinf(value):
-                    raise refuse("expected finite numbers, got one beyond the range of a double")
-            elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
-                raise refuse("expected integers of at most 64 bits, got a larger one")
-        if not below:
-            return document
-        level = below
-    raise refuse(f"expected brackets at most {max_depth} deep")
+    if (flaw := _flaw(document)) is not None:
+        field, what = flaw
+        raise refuse(what, field[:200].removeprefix(".") or "body")
+    return document
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= 20 else math.inf
+
+
+def _flaw(value: Any, depth: int = MAX_DEPTH) -> tuple[str, str] | None:
+    """Where a document holds what no field takes, and what would be right: NaN and infinities, integers beyond 64 bits,
+    lone surrogates, brackets nested deeper than `depth`."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            return "", _TOO_DEEP
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, str) and _SURROGATE.search(key):
+                return "", "expected Unicode text as names, got a lone surrogate"
+            if (flaw := _flaw(entry, depth - 1)) is not None:
+                return (f".{key}" if isinstance(key, str) else f"[{key}]") + flaw[0], flaw[1]
+    elif isinstance(value, str):
+        if _SURROGATE.search(value):
+            return "", "expected Unicode text, got a lone surrogate"
+    elif (isinstance(value, float) and not math.isfinite(value)) or (
+        isinstance(value, int) and not -(1 << 63) <= value < 1 << 64
+    ):
+        return "", "expected a JSON number in the range of a double, or an integer of at most 64 bits"
+    return None
+
+
+def _too_large(most: str, got: str) -> ApiError:
+    return ApiError(413, f"body: expected at most {most}, got {got}", param="body", code="body_too_large")
 
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body(), self.app.state.service.settings.max_json_depth)
+            self._json = await asyncio.to_thread(parse_json, await self.body())
         return self._json
 
 
@@ -129,11 +146,10 @@ class _JsonRoute(APIRoute):
 
 
 class _Gate:
-    """In front of everything: request id, API key, size of the body, one log line for every refusal."""
+    """In front of everything: request id, key, size and time of the body, errors, one log line for every refusal."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._max_bytes = service.settings.max_body_bytes
         key = service.settings.api_key
         self._key = None if key is None else key.encode()
 
@@ -141,18 +157,24 @@ class _Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        wanted = headers.get("x-request-id", "")
-        request_id = wanted if _REQUEST_ID.fullmatch(wanted) else secrets.token_hex(12)
+        headers, settings = Headers(scope=scope), self._service.settings
+        request_id = request_id_of(headers.get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = request_id
         path, is_started, received = scope["path"], False, 0
+        end: float | None = asyncio.get_running_loop().time() + settings.read_seconds  # None once the body is whole
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal received, end
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise too_slow(settings.read_seconds) from None
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > settings.max_body_bytes:
+                raise _too_large(f"{settings.max_body_bytes} bytes", "more")
+            if not message.get("more_body", False):
+                end = None
             return message
 
         async def marked(message: Message) -> None:
@@ -170,18 +192,20 @@ class _Gate:
             await send(message)
 
         try:
+            if headers.get("upgrade", "").lower() == "websocket":
+                raise ApiError(400, "upgrade: expected plain HTTP; there are no websockets here", param="upgrade")
             if self._key is not None and path not in _OPEN_PATHS:
                 self._check_key(headers)
             length = headers.get("content-length", "")
-            if length.isdecimal() and int(length[:20]) > self._max_bytes:
-                raise self._too_large()
-            await self._app(scope, counted, marked)
+            if length.isdecimal() and int(length[:20]) > settings.max_body_bytes:
+                raise _too_large(f"{settings.max_body_bytes} bytes", length[:20])
+            await self._app(scope, limited, marked)
         except ClientGone:
             logger.info("request=%s path=%r the client is gone", request_id, path)
-        except ApiError as error:
+        except Exception as error:
             if is_started:
                 raise
-            await error.response(path)(scope, receive, marked)
+            await _logged(error, request_id).response(path)(scope, receive, marked)
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -193,10 +217,6 @@ class _Gate:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-
-    def _too_large(self) -> ApiError:
-        message = f"body: expected at most {self._max_bytes} bytes, got more"
-        return ApiError(413, message, param="body", code="body_too_large")
 
 
 class ClientGone(Exception):  # noqa: N818
@@ -283,6 +303,10 @@ async def _run(service: Service, request: Request, making: Awaitable[Job]) -> Re
     return await until_gone(request.receive, work())
 
 
+async def _wish(protocol: Protocol, request: Request) -> Wish:
+    return await asyncio.to_thread(read_wish, protocol, await request.json())
+
+
 def _json(document: Any) -> Response:
     return Response(json.dumps(document, ensure_ascii=False, allow_nan=False), media_type="application/json")
 
@@ -306,7 +330,11 @@ def _routes(service: Service) -> APIRouter:
         return router.post(path, responses=_ERRORS, response_model=None)
 
     def get(path: str) -> Callable[[Handler], Handler]:
-        return router.get(path, response_model=None)
+        def add(handler: Handler) -> Handler:
+            router.head(path, include_in_schema=False)(handler)
+            return router.get(path, response_model=None)(handler)
+
+        return add
 
     @post("/v1/chat/completions")
     async def chat_completions(body: bodies.ChatBody, request: Request) -> Response:
@@ -325,8 +353,7 @@ def _routes(service: Service) -> APIRouter:
     @post("/v1/messages/count_tokens")
     async def count_tokens(body: bodies.MessagesPromptBody, request: Request) -> Response:
         service.check_model_name(body.model)
-        wish = read_wish("messages", await request.json())
-        _, made = await service.chat_input(service.ready_model(), "messages", wish)
+        _, made = await service.chat_input(service.ready_model(), await _wish("messages", request))
         return _json({"input_tokens": len(made.request.token_ids)})
 
     @post("/v1/responses")
@@ -343,7 +370,7 @@ def _routes(service: Service) -> APIRouter:
         if body.prompt is not None:
             ids = await asyncio.to_thread(model.tokenizer.encode, body.prompt, add_bos=body.add_special_tokens)
         else:
-            _, made = await service.chat_input(model, "chat", read_wish("chat", await request.json()))
+            _, made = await service.chat_input(model, await _wish("chat", request))
             ids = list(made.request.token_ids)
         document: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         if body.return_token_strs:

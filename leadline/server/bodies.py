@@ -1,19 +1,22 @@
-"""The request bodies as their schemas. What deepseek-recipe checks itself (the insides of messages, tools and input
-items) is only outlined here. Fields that no schema names are ignored.
+"""The request bodies as their schemas. The insides of messages, tools and input items are only outlined here: their
+types are checked in `protocol.py`, the rest by deepseek-recipe. Fields that no schema names are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+T = TypeVar("T")
+MAX_MESSAGES = 100_000  # as many as Anthropic takes
+
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-EffortNumber = Annotated[int, Field(ge=1, le=100)]
-EffortLevel = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Stop = str | Annotated[list[str], Field(max_length=64)]
 Object = dict[str, Any]
+Many = Annotated[list[T], Field(fail_fast=True)]  # a list of a million wrong entries has one error
+Content = str | Many[Object]
+Stop = str | Many[str]
 
 
 class Body(BaseModel):
@@ -31,7 +34,7 @@ class SamplingBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[Many[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
@@ -65,35 +68,27 @@ class Thinking(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
     role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
-    content: str | list[Part] | None = None
+    content: Content | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Object] | None = None
+    tool_calls: Many[Object] | None = None
     tool_call_id: str | None = None
 
 
 class ChatOptions(Body):
     """What makes the prompt of a chat, besides its messages."""
 
-    tools: list[Object] | None = None
+    tools: Many[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
     thinking: Thinking | None = None
-    reasoning_effort: EffortLevel | EffortNumber | None = None
+    reasoning_effort: str | int | None = None
     chat_template_kwargs: Object | None = None
 
 
 class ChatBody(ChatOptions, SamplingBody, Unsupported):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     response_format: ResponseFormat | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -105,7 +100,7 @@ class ChatBody(ChatOptions, SamplingBody, Unsupported):
 
 
 class CompletionBody(SamplingBody, Unsupported):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Many[str] | Many[TokenId] | Many[Many[TokenId]]
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Stop | None = None
@@ -123,23 +118,21 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    effort: EffortLevel | EffortNumber | None = None
+    effort: str | int | None = None
     format: OutputFormat | None = None
 
 
 class MessagesMessage(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part]
+    content: Content
 
 
 class MessagesPromptBody(Body):
     """What makes the prompt of Anthropic's Messages."""
 
-    messages: Annotated[list[MessagesMessage], Field(min_length=1)]
-    system: str | list[Part] | None = None
-    tools: list[Object] | None = None
+    messages: Annotated[Many[MessagesMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Content | None = None
+    tools: Many[Object] | None = None
     tool_choice: Object | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -147,11 +140,11 @@ class MessagesPromptBody(Body):
 
 class MessagesBody(MessagesPromptBody, SamplingBody):
     max_tokens: Count
-    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    stop_sequences: Many[str] | None = None
 
 
 class Reasoning(BaseModel):
-    effort: EffortLevel | EffortNumber | None = None
+    effort: str | int | None = None
 
 
 class TextFormat(BaseModel):
@@ -162,18 +155,20 @@ class TextFormat(BaseModel):
 
 class TextConfig(BaseModel):
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesBody(SamplingBody):
-    input: str | list[Object]
+    input: Content
     instructions: str | None = None
-    tools: list[Object] | None = None
+    tools: Many[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     max_output_tokens: Count | None = None
     stop: Stop | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    user: str | None = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
@@ -185,13 +180,13 @@ class TokenizeBody(ChatOptions):
     """A text, or a conversation as in Chat Completions."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[Many[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 21)]
+    tokens: Many[TokenId]
 
 
 class Problem(BaseModel):

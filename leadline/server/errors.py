@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from leadline.errors import CapacityError, EngineError, LeadlineError, NumericsError, QueueFullError, RequestError
 
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*)(?: \d+)?: ")
 _UNION_MEMBER = re.compile(r"[\[-]|^[A-Z]|^(str|int|float|bool|dict|none)$")
 _ANTHROPIC_TYPES = {
@@ -38,8 +41,10 @@ class ApiError(HTTPException):
         kind: str = "invalid_request_error",
         code: str | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        headers = None if retry_after is None else {"Retry-After": str(max(1, round(retry_after)))}
+        if retry_after is not None:
+            headers = {"Retry-After": str(max(1, round(retry_after)))}
         super().__init__(status, message, headers)
         self.param, self.kind, self.code = param, kind, code
 
@@ -56,6 +61,17 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(path), self.status_code, dict(self.headers or {}))
 
 
+def request_id_of(wanted: str) -> str:
+    """The client's own id of a request if it is a proper one, else a new one."""
+    return wanted if _REQUEST_ID.fullmatch(wanted) else secrets.token_hex(12)
+
+
+def too_slow(seconds: float) -> ApiError:
+    """What a request gets that does not come whole in time; the connection is closed."""
+    message = f"request: expected it whole within {seconds:g} seconds; it is still incomplete"
+    return ApiError(408, message, kind="timeout_error", code="read_timeout", headers={"Connection": "close"})
+
+
 def api_error(error: Exception) -> ApiError:
     """Any exception as an ApiError. One of ours keeps its message, an unexpected one does not show what it says."""
     if isinstance(error, ApiError):
@@ -64,7 +80,7 @@ def api_error(error: Exception) -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return ApiError(error.status_code, str(error.detail), kind=kind)
+        return ApiError(error.status_code, str(error.detail), kind=kind, headers=error.headers)  # Allow, of a 405
     message = str(error)
     if isinstance(error, QueueFullError):
         kind = "rate_limit_error"
@@ -88,7 +104,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     problems = error.errors()
     # Of a union every member reports: the one that came furthest into the body is about what was meant.
     problem = max(problems, key=lambda entry: len(_path(entry["loc"])))
-    param = ".".join(str(part) for part in _path(problem["loc"]))
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem["loc"]))[1:]
     if not param:
         return ApiError(400, "body: expected a JSON object with content-type application/json", param="body")
     given = problem.get("input")

@@ -21,8 +21,28 @@ _PROMPT_FIELDS: dict[Protocol, tuple[str, ...]] = {
     "messages": ("messages", "system", "tools", "tool_choice"),
     "responses": ("input", "instructions", "tools", "tool_choice", "text"),
 }
-# deepseek-recipe puts a remark in the place of the first two and nothing in that of the third; nobody would notice.
-_UNREAD = ("document", "input_file", "item_reference")
+_EFFORT_FIELDS = {"chat": "reasoning_effort", "messages": "output_config.effort", "responses": "reasoning.effort"}
+_FORMAT_FIELDS = {"chat": "response_format", "messages": "output_config.format", "responses": "text.format"}
+_EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# What may stand in a list of a request, by the list. deepseek-recipe leaves out much of the rest without a word, or
+# puts a remark in its place. None: an entry without a type.
+_TYPES: dict[Protocol, dict[str, tuple[str | None, ...]]] = {
+    "chat": {"messages.content": ("text", "image_url"), "messages.tool_calls": ("function",), "tools": ("function",)},
+    "messages": {
+        "messages.content": ("text", "image", "thinking", "tool_use", "tool_result"),
+        "messages.content.content": ("text", "image", "tool_reference"),
+        "system": ("text",),
+        "tools": (None, "custom"),
+    },
+    "responses": {
+        "input": (None, "message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
+                  "custom_tool_call_output", "tool_search_call", "tool_search_output"),
+        "input.content": ("input_text", "output_text", "input_image", "reasoning_text"),
+        "input.output": ("input_text", "input_image"),
+        "tools": ("function", "custom", "namespace"),
+        "tools.tools": ("function", "custom"),
+    },
+}  # fmt: skip
 _ECHO_FIELDS = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "tools", "tool_choice", "text",
                 "metadata", "parallel_tool_calls")  # fmt: skip
 
@@ -35,6 +55,7 @@ class Wish:
     settings that a Responses object repeats.
     """
 
+    protocol: Protocol
     body: dict[str, Any]
     thinking: bool | None
     effort: Effort | None
@@ -42,12 +63,23 @@ class Wish:
     schema: dict[str, Any] | None
     echo: dict[str, Any]
 
+    @property
+    def field(self) -> str:
+        """The name of the conversation's field."""
+        return _PROMPT_FIELDS[self.protocol][0]
+
+    @property
+    def format_field(self) -> str:
+        """The name of the field that says what the answer must look like."""
+        return _FORMAT_FIELDS[self.protocol]
+
 
 def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     """Read a body that has passed its schema. Raises: RequestError for what cannot be done."""
     raw = {key: value for key, value in raw.items() if value is not None}
     body = {key: raw[key] for key in _PROMPT_FIELDS[protocol] if key in raw}
-    _refuse_unread(_PROMPT_FIELDS[protocol][0], raw[_PROMPT_FIELDS[protocol][0]])
+    for key, value in body.items():
+        _check_types(_TYPES[protocol], key, key, value)
     thinking, effort = _thinking(protocol, raw)
     is_json, schema = _answer_format(protocol, raw)
     if not body.get("tools"):
@@ -63,13 +95,15 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
             )
         thinking = False
     if is_json and body.get("tools") and body.get("tool_choice") != "none":
-        raise RequestError("response_format: JSON and tools exclude each other; leave one out")
+        raise RequestError(f"{_FORMAT_FIELDS[protocol]}: JSON and tools exclude each other; leave one out")
     if is_json and schema is None:  # nothing is rendered for a free JSON object
         body.pop("response_format", None), body.pop("text", None)
     if protocol == "chat":
         body["messages"] = [_chat_message(message) for message in body["messages"]]
+    elif protocol == "messages" and "tools" in body:  # deepseek-recipe takes any type for a tool of the server
+        body["tools"] = [{key: value for key, value in tool.items() if key != "type"} for tool in body["tools"]]
     echo = {key: raw[key] for key in _ECHO_FIELDS if key in raw}
-    return Wish(body, thinking, effort, is_json, schema, echo)
+    return Wish(protocol, body, thinking, effort, is_json, schema, echo)
 
 
 def sampling_params(
@@ -111,6 +145,9 @@ def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, 
         effort = raw.get("reasoning_effort")
     else:
         effort = (raw.get("output_config" if protocol == "messages" else "reasoning") or {}).get("effort")
+    field = _EFFORT_FIELDS[protocol]
+    if effort is not None and effort not in _EFFORT_WORDS and (type(effort) is not int or not 1 <= effort <= 100):
+        raise RequestError(f"{field}: expected {', '.join(_EFFORT_WORDS)} or a number 1 to 100, got {effort!r:.80}")
     kind = (raw.get("thinking") or {}).get("type")
     thinking = None if kind is None else kind != "disabled"
     switches = raw.get("chat_template_kwargs") or {}
@@ -119,8 +156,10 @@ def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, 
             thinking = switches[name]
     if effort == "none":
         if thinking:
-            raise RequestError("reasoning_effort: none and thinking exclude each other")
+            raise RequestError(f"{field}: none and thinking exclude each other")
         return False, None
+    if thinking is False and effort is not None:
+        raise RequestError(f"{field}: expected none without thinking, got {effort!r}; leave it out")
     return thinking, effort
 
 
@@ -134,15 +173,22 @@ def _answer_format(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool, di
     return json_schema_of({"type": found.get("type", "text"), "json_schema": found})
 
 
-def _refuse_unread(field: str, value: Any) -> None:
-    """Refuse parts that would be left out of the prompt without a word; `field` says where `value` stands."""
-    if isinstance(value, list):
-        for number, entry in enumerate(value):
-            _refuse_unread(f"{field}.{number}", entry)
-    elif isinstance(value, Mapping):
-        if value.get("type") in _UNREAD:
-            raise RequestError(f"{field}: expected texts and images, got {value['type']}; put its text there")
-        _refuse_unread(f"{field}.content", value.get("content"))
+def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: str, value: Any) -> None:
+    """Refuse what would be left out of the prompt without a word.
+
+    name: of the list `value`, as in `_TYPES`. place: the same with the numbers of the entries, for the error.
+    """
+    if not isinstance(value, list):
+        return
+    for number, entry in enumerate(value):
+        if isinstance(entry, Mapping):
+            kind = entry.get("type")
+            if kind not in known.get(name, (kind,)):
+                expected = ", ".join(str(word) for word in known[name] if word is not None)
+                raise RequestError(f"{place}[{number}].type: expected one of {expected}, got {kind!r:.80}")
+            for key in ("content", "output", "tools", "tool_calls"):
+                if key in entry:
+                    _check_types(known, f"{name}.{key}", f"{place}[{number}].{key}", entry[key])
 
 
 def _is_forced(choice: Any) -> bool:

@@ -8,11 +8,15 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from leadline.server.app import create_app
+from leadline.server.errors import ApiError, request_id_of, too_slow
 from leadline.server.service import Service
 
 logger = logging.getLogger("leadline.server")
@@ -44,23 +48,77 @@ class _Server(uvicorn.Server):
         await stopping
 
 
+class _Protocol(H11Protocol):
+    """Closes a connection whose next request does not begin, with line and headers whole, in `seconds`: uvicorn waits
+    for ever. Bodies have the same time, see `app.py`. What is not HTTP gets an error in the usual form, too."""
+
+    def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, f"request: expected HTTP/1.1; {msg}", headers={"Connection": "close"}))
+
+    def _watch(self) -> None:
+        """The time runs from the first sign of a request to the moment in which the application has it."""
+        is_busy = self.cycle is not None and not self.cycle.response_complete
+        if is_busy and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif not is_busy and self._timer is None:
+            self._timer = self.loop.call_later(self._seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.conn.our_state is h11.IDLE and not self.transport.is_closing():
+            self._refuse(too_slow(self._seconds))
+        self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        response = error.response("")
+        headers = [*response.raw_headers, (b"x-request-id", request_id_of("").encode())]
+        for event in (h11.Response(status_code=error.status_code, headers=headers),
+                      h11.Data(data=bytes(response.body)), h11.EndOfMessage()):  # fmt: skip
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def server_config(service: Service, host: str, port: int) -> uvicorn.Config:
+    """How uvicorn has to serve the application: no websockets, times and grace as the settings say."""
+    protocol: Any = partial(_Protocol, seconds=service.settings.read_seconds)
+    return uvicorn.Config(
+        create_app(service),
+        host=host,
+        port=port,
+        http=protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(service.settings.drain_seconds + _GRACE_SECONDS),
+    )
+
+
 def run(service: Service, host: str, port: int) -> None:
     """Serve on an address until SIGTERM or Ctrl-C. The socket opens at once, the model loads behind it.
 
     Raises: whatever loading the model raised.
     """
-    grace = int(service.settings.drain_seconds + _GRACE_SECONDS)
-    config = uvicorn.Config(
-        create_app(service),
-        host=host,
-        port=port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=grace,
-    )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    server = _Server(config, service)
+    server = _Server(server_config(service, host, port), service)
 
     async def announce() -> None:
         try:

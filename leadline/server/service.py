@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from leadline.config.model import VisionConfig
 from leadline.config.sampling import SamplingParams
 from leadline.engine.request import Delta, Request
-from leadline.errors import EngineError, ImageError, RequestError
+from leadline.errors import EngineError, ImageError, RequestError, SamplingError
 from leadline.server import bodies
 from leadline.server.answers import (
     Answers,
@@ -165,10 +166,10 @@ class Service:
         started = time.perf_counter()
         name, model = self.check_model_name(body.model), self.ready_model()
         n, params = self._chat_params(body)
-        wish = read_wish(protocol, raw)
-        grammar = await _grammar(model, wish.is_json, wish.schema)
-        prompt, inputs = await self.chat_input(model, protocol, wish)
-        request = self._request(inputs.request, params, body, grammar)
+        wish = await asyncio.to_thread(read_wish, protocol, raw)
+        grammar = await _grammar(model, wish.is_json, wish.schema, wish.format_field)
+        prompt, inputs = await self.chat_input(model, wish)
+        request = self._request(inputs.request, params, body, grammar, wish.field)
         usage = Usage(len(request.token_ids), inputs.images, inputs.image_tokens)
         answer_id = f"{_ID_PREFIX[protocol]}-{request_id}"
         args = (model.tokenizer, protocol, prompt, answer_id, name, usage, n)
@@ -197,7 +198,7 @@ class Service:
             body, n=n, max_tokens=body.max_tokens or _COMPLETION_TOKENS, stop=body.stop, logprobs=body.logprobs
         )
         shape = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
-        grammar = await _grammar(model, *json_schema_of(shape))
+        grammar = await _grammar(model, *json_schema_of(shape), "response_format")
         given = body.prompt
         is_one = isinstance(given, str) or given[:1] == [] or isinstance(given[0], int)
         prompts: Sequence[Any] = [given] if is_one else given
@@ -212,7 +213,7 @@ class Service:
             raise RequestError("prompt: expected at least one token, got none")
         if any(model.tokenizer.image_token_id in prompt for prompt in ids):
             raise RequestError("prompt: expected no image tokens; images need a chat")
-        requests = [self._request(Request(token_ids=prompt), params, body, grammar) for prompt in ids]
+        requests = [self._request(Request(token_ids=prompt), params, body, grammar, "prompt") for prompt in ids]
         usage = Usage(sum(len(prompt) for prompt in ids))
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         answer_id = f"{_ID_PREFIX['completions']}-{request_id}"
@@ -221,11 +222,11 @@ class Service:
             logger.info("request=%s prompt=%s", request_id, json.dumps(given, ensure_ascii=False))
         return Job(request_id, "completions", requests, answers, bool(body.stream), started)
 
-    async def chat_input(self, model: ServedModel, protocol: Protocol, wish: Wish) -> tuple[ChatPrompt, _Input]:
+    async def chat_input(self, model: ServedModel, wish: Wish) -> tuple[ChatPrompt, _Input]:
         """Render a conversation, fetch and encode its images."""
 
         def render() -> ChatPrompt:
-            return render_request(model.tokenizer, protocol, wish.body, thinking=wish.thinking, effort=wish.effort)
+            return render_request(model.tokenizer, wish.protocol, wish.body, thinking=wish.thinking, effort=wish.effort)
 
         prompt = await asyncio.to_thread(render)
         if not prompt.images:
@@ -313,7 +314,10 @@ class Service:
         self, body: bodies.ChatBody | bodies.MessagesBody | bodies.ResponsesBody
     ) -> tuple[int, SamplingParams]:
         if isinstance(body, bodies.MessagesBody):
-            return 1, sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
+            try:
+                return 1, sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
+            except SamplingError as error:
+                raise SamplingError(re.sub("^stop:", "stop_sequences:", str(error))) from None
         if isinstance(body, bodies.ResponsesBody):
             return 1, sampling_params(body, max_tokens=body.max_output_tokens, stop=body.stop)
         n = self._checked_n(body.n)
@@ -329,8 +333,17 @@ class Service:
         return n or 1
 
     def _request(
-        self, prompt: Request, params: SamplingParams, body: bodies.SamplingBody, grammar: Grammar | None
+        self, prompt: Request, params: SamplingParams, body: bodies.SamplingBody, grammar: Grammar | None, field: str
     ) -> Request:
+        most, length = self.ready_model().max_model_len - 1, len(prompt.token_ids)
+        if length > most:
+            raise ApiError(
+                400,
+                f"{field}: expected at most {most} tokens (the context less one for the answer), got {length}; "
+                "shorten it, or serve with a larger --max-model-len and --max-cache-tokens",
+                param=field,
+                code="context_length_exceeded",
+            )
         timeout = self.settings.request_seconds
         return replace(prompt, params=params, priority=body.priority or 0, timeout=timeout, grammar=grammar)
 
@@ -359,8 +372,11 @@ def cancel(job: Job) -> None:
         stream.cancel()
 
 
-async def _grammar(model: ServedModel, is_json: bool, schema: dict[str, Any] | None) -> Grammar | None:
-    return await asyncio.to_thread(Grammar.json_schema, model.tokenizer, schema) if is_json else None
+async def _grammar(model: ServedModel, is_json: bool, schema: dict[str, Any] | None, field: str) -> Grammar | None:
+    try:
+        return await asyncio.to_thread(Grammar.json_schema, model.tokenizer, schema) if is_json else None
+    except RequestError as error:
+        raise RequestError(f"{field}: {str(error).removeprefix('response_format: ')}") from None
 
 
 async def _merged(streams: Sequence[Any]) -> AsyncGenerator[tuple[int, list[Delta]], None]:

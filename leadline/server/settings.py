@@ -11,7 +11,9 @@ class ServerSettings:
 
     names: model names that requests may use; the first one is what responses report.
     api_key: required as bearer token or x-api-key on all paths but the page, /health, /ready, /metrics and /version.
-    max_body_bytes: of one request, base64 images included. max_json_depth: brackets within brackets.
+    max_body_bytes: of one request. A million tokens of text are 3 to 12 MiB of JSON, the latter all in escapes; what is
+        left is for images in base64.
+    read_seconds: in which a request has to come, from its first byte to its last.
     max_images, max_n: of one request.
     image_urls: fetch https images from public addresses. image_seconds: for each of them, all in all.
     request_seconds: after which a request ends with an error; None for never.
@@ -21,8 +23,8 @@ class ServerSettings:
 
     names: tuple[str, ...] = ("leadline",)
     api_key: str | None = field(default=None, repr=False)
-    max_body_bytes: int = 64 << 20
-    max_json_depth: int = 100
+    max_body_bytes: int = 32 << 20
+    read_seconds: float = 60.0
     max_images: int = 32
     max_n: int = 16
     image_urls: bool = True

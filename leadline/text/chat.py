@@ -44,7 +44,9 @@ _UNSPELLED = {
 _PLAIN_TOKENS = recipe.SpecialTokens(**_UNSPELLED)
 _EFFORT_NUMBERS = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100}
 _DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 ("
-_NAMED_PLACE = re.compile(r"(messages|input|tools)[.\[][\w.\[\]]*: ")  # how deepseek-recipe says what it means
+# How deepseek-recipe says what it means, where it does: ".messages.0.content[1]: ...", "Invalid 'tools[0].name': ...".
+_NAMED_PLACE = re.compile(r"(?:Invalid ')?\.?((?:messages|input|tools)\b[\w.\[\]]*)'?: ")
+_SHAPE = "invalid request body: "
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
 _VISIBLE = (
@@ -306,18 +308,33 @@ def _thinking_field(protocol: Protocol, thinking: bool) -> dict[str, Any]:
 
 def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> recipe.ConversationRequest:
     field = "input" if protocol == "responses" else "messages"
-    try:
-        text = json.dumps({**body, "model": MODEL_NAME}, ensure_ascii=False)
-        request: recipe.ConversationRequest = REQUESTS[protocol](text).convert(options_for(tokenizer))
-        return request
-    except recipe.ConversionError as error:
-        reason = _reason(error).removeprefix(".")
-        named = reason if _NAMED_PLACE.match(reason) else f"{field}: {reason}"
-        raise PromptError(named) from None
-    except UnicodeEncodeError:
-        raise PromptError(f"{field}: expected Unicode text, got a lone surrogate") from None
-    except (ValueError, TypeError) as error:
-        raise PromptError(f"{field}: {error}") from None
+
+    def convert(body: Mapping[str, Any]) -> recipe.ConversationRequest | str:
+        """What deepseek-recipe makes of a body, or why it makes nothing."""
+        try:
+            text = json.dumps({**body, "model": MODEL_NAME}, ensure_ascii=False)
+            request: recipe.ConversationRequest = REQUESTS[protocol](text).convert(options_for(tokenizer))
+            return request
+        except recipe.ConversionError as error:
+            return _reason(error)
+        except UnicodeEncodeError:
+            return "expected Unicode text, got a lone surrogate"
+        except (ValueError, TypeError) as error:
+            return str(error)
+
+    made = convert(body)
+    if not isinstance(made, str):
+        return made
+    if (named := _NAMED_PLACE.match(made)) is not None:
+        place = _place(named[1])
+        made = made if made.startswith("Invalid") else made[named.end() :]
+    else:  # the field without which there is no such complaint
+        suspects = [name for name in ("tool_choice", *body) if name in body and name != field]
+        place = next((name for name in suspects if convert({**body, name: None}) != made), field)
+        if made.startswith(_SHAPE) and isinstance(body[place], list):  # of one entry, whatever the others are
+            alone = ({**body, place: [entry]} for entry in body[place])
+            place += next((f"[{number}]" for number, one in enumerate(alone) if convert(one) == made), "")
+    raise PromptError(f"{place}: {made.removeprefix(_SHAPE)}")
 
 
 def _reason(error: recipe.ConversionError) -> str:
@@ -327,8 +344,13 @@ def _reason(error: recipe.ConversionError) -> str:
         return error.body
 
 
+def _place(path: str) -> str:
+    """deepseek-recipe's path of a field in one spelling: `messages[0].content[1]`."""
+    return re.sub(r"\.(\d+)", r"[\1]", path)
+
+
 def _field(source: recipe.ImageSource) -> str:
-    return source.path.removeprefix(".") or "image"
+    return _place(source.path.removeprefix(".")) or "image"
 
 
 def _pieces(rendered: recipe.RenderedPrompt) -> list[tuple[str, bool]]:

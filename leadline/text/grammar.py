@@ -65,6 +65,10 @@ class Grammar:
         start = LLMatcher(_vocabulary(tokenizer), compiled)
         if start.is_error():
             raise _refused(f"the JSON Schema cannot be followed: {start.get_error()}")
+        first = start.deep_copy()  # a schema that refers to itself shows only now that no document begins
+        first.compute_bitmask()
+        if first.is_error():
+            raise _refused("the JSON Schema allows no document; it may refer to itself without an end")
         return cls(tokenizer, start)
 
     def matcher(self, in_reasoning: bool) -> Matcher:

@@ -15,7 +15,7 @@ import torch
 import uvicorn
 
 from leadline.config.model import read_config
-from leadline.server.app import create_app
+from leadline.server.run import server_config
 from leadline.server.service import ServedModel, Service
 from leadline.server.settings import ServerSettings
 from leadline.text.tokenizer import Tokenizer
@@ -71,7 +71,8 @@ def serving(service: Service, engine: Any, wait: bool = True) -> Iterator[Runnin
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = uvicorn.Config(create_app(service), port=port, log_config=None, timeout_graceful_shutdown=5)
+    config = server_config(service, "127.0.0.1", port)
+    config.timeout_graceful_shutdown = 5
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
