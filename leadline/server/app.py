@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,8 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 PAGE = Path(__file__).parent / "page.html"
 MAX_DEPTH = 100  # of brackets in a body
-MAX_PARTS = 1_250_000  # commas and opening brackets of a body: a million token ids have a million
+MAX_PARTS = 1_250_000  # commas, and four times the opening brackets, of a body: a million token ids have a million
+MAX_OBJECTS = 100_000  # of a body: as many as Anthropic takes messages
 _TOO_DEEP = f"expected brackets at most {MAX_DEPTH} deep"
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -71,54 +73,52 @@ def create_app(service: Service) -> FastAPI:
 def parse_json(body: bytes) -> Any:
     """The JSON document of a request.
 
-    While json.loads and pydantic work nothing else runs, and they need some hundred bytes for each part of a document:
-    so the parts are counted first. Those inside strings count as well; a million tokens of text have less.
+    While json.loads, pydantic or deepseek-recipe work nothing else runs, and each part of a document costs them a
+    microsecond and some hundred bytes: so the parts are counted first. Those inside strings count as well.
 
-    Raises: ApiError 413 for more than `MAX_PARTS` commas and opening brackets. ApiError 400 for what is no JSON in
-        UTF-8, brackets nested deeper than `MAX_DEPTH`, and values that no field takes, see `_flaw`.
+    Raises: ApiError 413 for more than `MAX_PARTS`. ApiError 400 for what is no JSON in UTF-8, and what `_flaw` finds.
     """
 
     def refuse(what: str, field: str = "body") -> ApiError:
         return ApiError(400, f"{field}: {what}", param=field, code="invalid_json")
 
-    if (parts := sum(map(body.count, (b",", b"[", b"{")))) > MAX_PARTS:
-        raise _too_large(f"{MAX_PARTS} commas and opening brackets", str(parts))
-    try:
-        document = json.loads(body.decode("utf-8"), parse_int=_integer)
+    if (parts := body.count(b",") + 4 * (body.count(b"[") + body.count(b"{"))) > MAX_PARTS:
+        raise _too_large(f"{MAX_PARTS} commas and opening brackets, brackets counted four times", str(parts))
+    try:  # 21 characters of an integer show that it has more than 64 bits; thousands take long, or are refused
+        document = json.loads(body.decode("utf-8"), parse_int=lambda digits: int(digits[:21]))
     except UnicodeDecodeError as error:
         raise refuse(f"expected UTF-8, got byte {body[error.start]:#04x} at {error.start}") from None
     except RecursionError:
         raise refuse(_TOO_DEEP) from None
     except ValueError as error:
         raise refuse(f"expected JSON, got {str(error)[:100]}") from None
-    if (flaw := _flaw(document)) is not None:
+    if (flaw := _flaw(document, MAX_DEPTH, itertools.count(1))) is not None:
         field, what = flaw
         raise refuse(what, field[:200].removeprefix(".") or "body")
     return document
 
 
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= 20 else math.inf
-
-
-def _flaw(value: Any, depth: int = MAX_DEPTH) -> tuple[str, str] | None:
+def _flaw(value: Any, depth: int, objects: Iterator[int]) -> tuple[str, str] | None:
     """Where a document holds what no field takes, and what would be right: NaN and infinities, integers beyond 64 bits,
-    lone surrogates, brackets nested deeper than `depth`."""
+    lone surrogates, brackets nested deeper than `depth`, an object whose number is beyond `MAX_OBJECTS`."""
     if isinstance(value, dict | list):
         if depth == 0:
             return "", _TOO_DEEP
+        if isinstance(value, dict) and next(objects) > MAX_OBJECTS:
+            return "", f"expected at most {MAX_OBJECTS} objects in the whole body"
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(key, str) and _SURROGATE.search(key):
                 return "", "expected Unicode text as names, got a lone surrogate"
-            if (flaw := _flaw(entry, depth - 1)) is not None:
+            if (flaw := _flaw(entry, depth - 1, objects)) is not None:
                 return (f".{key}" if isinstance(key, str) else f"[{key}]") + flaw[0], flaw[1]
     elif isinstance(value, str):
         if _SURROGATE.search(value):
             return "", "expected Unicode text, got a lone surrogate"
-    elif (isinstance(value, float) and not math.isfinite(value)) or (
-        isinstance(value, int) and not -(1 << 63) <= value < 1 << 64
-    ):
-        return "", "expected a JSON number in the range of a double, or an integer of at most 64 bits"
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            return "", f"expected a finite JSON number, got {json.dumps(value)}"
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return "", "expected an integer of at most 64 bits, got a larger one"
     return None
 
 

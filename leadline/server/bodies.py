@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 T = TypeVar("T")
-MAX_MESSAGES = 100_000  # as many as Anthropic takes
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -88,7 +87,7 @@ class ChatOptions(Body):
 
 
 class ChatBody(ChatOptions, SamplingBody, Unsupported):
-    messages: Annotated[Many[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     response_format: ResponseFormat | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -130,7 +129,7 @@ class MessagesMessage(BaseModel):
 class MessagesPromptBody(Body):
     """What makes the prompt of Anthropic's Messages."""
 
-    messages: Annotated[Many[MessagesMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Many[MessagesMessage], Field(min_length=1)]
     system: Content | None = None
     tools: Many[Object] | None = None
     tool_choice: Object | None = None
@@ -180,7 +179,7 @@ class TokenizeBody(ChatOptions):
     """A text, or a conversation as in Chat Completions."""
 
     prompt: str | None = None
-    messages: Annotated[Many[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -108,7 +109,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if not param:
         return ApiError(400, "body: expected a JSON object with content-type application/json", param="body")
     given = problem.get("input")
-    shown = "" if problem["type"] == "missing" else f", got {given!r:.80}"
+    shown = "" if problem["type"] == "missing" else f", got {reprlib.repr(given):.80}"
     code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
     return ApiError(400, f"{param}: {problem['msg']}{shown}", param=param, code=code)
 

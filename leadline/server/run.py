@@ -73,6 +73,9 @@ class _Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, f"request: expected HTTP/1.1; {msg}", headers={"Connection": "close"}))
 
+    def _should_upgrade(self) -> bool:
+        return False  # the application refuses; uvicorn would log how to install a library for websockets
+
     def _watch(self) -> None:
         """The time runs from the first sign of a request to the moment in which the application has it."""
         is_busy = self.cycle is not None and not self.cycle.response_complete

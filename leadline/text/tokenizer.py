@@ -103,7 +103,8 @@ class Tokenizer:
         """
         backend = self._backend if control_tokens else self._plain_backend
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            # The call for many texts lets other threads run meanwhile, for seconds where the text is long.
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
             raise PromptError("prompt text: expected Unicode text, got a lone surrogate; decode the input as UTF-8 "
                               "with errors='replace'") from None  # fmt: skip

@@ -1,0 +1,211 @@
+"""What a server takes in: how much, how long it waits for it, and what HTTP it answers plainly."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from leadline.server.app import MAX_OBJECTS, MAX_PARTS
+from leadline.server.settings import ServerSettings
+from tests.server.serving import Running, fake_server
+from tests.server.test_clients import ASK
+
+pytestmark = pytest.mark.unit
+
+CHAT = "/v1/chat/completions"
+MIB = 1 << 20
+READ_SECONDS = 0.6
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Running]:
+    """A server with the limits that operators get."""
+    with fake_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    """A server that does not wait long for requests."""
+    with fake_server(read_seconds=READ_SECONDS) as running:
+        yield running
+
+
+def repeated(head: bytes, part: bytes, count: int, tail: bytes) -> bytes:
+    return head + b",".join([part] * count) + tail
+
+
+USER = b'{"messages":[{"role":"user","content":'
+BIG: list[tuple[str, bytes, int]] = [
+    (CHAT, repeated(USER + b"[", b'{"type":"text","text":""}', 30 * MIB // 26, b"]}]}"), 413),
+    (CHAT, repeated(USER + b'"x"}],"tools":[', b'{"type":"function"}', 30 * MIB // 20, b"]}"), 413),
+    ("/v1/completions", repeated(b'{"prompt":[', b"1", 15 * MIB, b"]}"), 413),
+    ("/v1/completions", repeated(b'{"prompt":[', b"129", 1_200_000, b',"x"]}'), 400),
+    (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"x"}', MAX_OBJECTS - 1, b"]}"), 400),
+    (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":5}', MAX_OBJECTS - 1, b"]}"), 400),
+    (CHAT, repeated(USER + b'"x"}],"metadata":[', b'{"a":[]}', 130_000, b"]}"), 400),
+    (CHAT, USER + b'"' + b"all of it text. " * (2 * MIB // 16) + b'"}]}', 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), BIG)
+def test_big_bodies_do_not_hold_up_others(whole: Running, path: str, body: bytes, status: int) -> None:
+    found: list[httpx.Response] = []
+
+    def post() -> None:
+        headers = {"content-type": "application/json"}
+        found.append(httpx.post(whole.url + path, content=body, headers=headers, timeout=60))
+
+    thread, longest = threading.Thread(target=post), 0.0
+    with httpx.Client(base_url=whole.url, timeout=60) as client:
+        client.get("/health")
+        thread.start()
+        while thread.is_alive():
+            start = time.perf_counter()
+            assert client.get("/health").status_code == 200
+            longest = max(longest, time.perf_counter() - start)
+            time.sleep(0.005)
+    assert found[0].status_code == status, found[0].text
+    assert found[0].json()["error"]["param"]
+    assert longest < 0.5
+
+
+def test_a_million_tokens_and_images_have_room() -> None:
+    settings = ServerSettings()
+    ids = json.dumps({"prompt": [129_279] * (1 << 20)})
+    assert ids.count(",") + 4 * (ids.count("[") + ids.count("{")) <= MAX_PARTS
+    images = settings.max_images * 512 * 1024 * 4 / 3
+    escaped = 6 * 1.5 * (1 << 20)  # of Chinese, where a token has one and a half characters
+    assert images + escaped <= settings.max_body_bytes
+
+
+def answer(running: Running, *pieces: bytes, wait: float = 0.0) -> tuple[bytes, float]:
+    """All that comes back for pieces sent `wait` seconds apart, until the server closes, and the seconds it took."""
+    port = int(running.url.rpartition(":")[2])
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        for piece in pieces:
+            try:
+                connection.sendall(piece)
+            except OSError:
+                break  # it has closed
+            time.sleep(wait)
+        received = b""
+        try:
+            while more := connection.recv(65536):
+                received += more
+        except ConnectionResetError:
+            pass
+    return received, time.monotonic() - start
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "wait"),
+    [
+        ((b"",), 0.0),
+        ((b"POST /v1/chat",), 0.0),
+        ((HEAD,), 0.0),
+        ((HEAD + b"Content-Length: 100\r\n\r\n",), 0.0),
+        ((HEAD + b'Content-Length: 100\r\n\r\n{"messages"',), 0.0),
+        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n",), 0.0),
+        ((HEAD, *[b"X-A: b\r\n"] * 20), 0.1),
+        ((HEAD + b"Content-Length: 100\r\n\r\n", *[b" "] * 20), 0.1),
+    ],
+)
+def test_half_sent_requests_get_a_408(hasty: Running, pieces: tuple[bytes, ...], wait: float) -> None:
+    received, seconds = answer(hasty, *pieces, wait=wait)
+    assert seconds < 5
+    if received or not wait:  # a client that goes on sending to a closed connection may lose the answer
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in head.lower()
+        assert b"x-request-id: " in head.lower()
+        assert json.loads(body)["error"]["code"] == "read_timeout"
+
+
+def test_a_second_request_of_a_connection_has_to_come_too(hasty: Running) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    received, seconds = answer(hasty, health, HEAD, wait=0.1)
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in received
+    assert seconds < 4  # uvicorn's own time for idle connections is 5 seconds
+
+
+def test_slow_answers_and_pauses_are_no_slow_requests(hasty: Running) -> None:
+    hasty.engine.script, hasty.engine.step_seconds = "word " * 4, 0.2
+    with httpx.Client(base_url=hasty.url, timeout=20) as client:
+        for stream in (True, False):
+            found = client.post(CHAT, json={"messages": ASK, "stream": stream})
+            assert found.status_code == 200
+            assert "read_timeout" not in found.text
+            time.sleep(1.5 * READ_SECONDS)
+        hasty.engine.step_seconds = 0.0
+
+
+def test_what_is_not_http(hasty: Running) -> None:
+    received, _ = answer(hasty, b"\x16\x03\x01 hello\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"x-request-id: " in head.lower()
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_head_requests(whole: Running) -> None:
+    connection = http.client.HTTPConnection(whole.url.removeprefix("http://"), timeout=10)
+    for path in ("/health", "/ready", "/", "/v1/models", "/version", "/metrics"):
+        connection.request("HEAD", path)
+        found = connection.getresponse()
+        assert (found.status, found.read()) == (200, b""), path
+        assert int(found.headers["content-length"]) > 0
+    connection.request("GET", "/health")
+    assert connection.getresponse().read() == b'{"status":"alive"}'
+    connection.close()
+
+
+def test_wrong_methods_tell_the_right_one(whole: Running) -> None:
+    found = httpx.get(whole.url + CHAT)
+    assert (found.status_code, found.headers["allow"]) == (405, "POST")
+    assert found.json()["error"]["type"] == "invalid_request_error"
+    assert httpx.delete(whole.url + "/health").headers["allow"]
+
+
+def test_websockets_are_refused_in_plain_words(whole: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    headers["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    for path in ("/", CHAT, "/nothing"):
+        found = httpx.get(whole.url + path, headers=headers)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "upgrade")
+    assert "pip install" not in caplog.text
+
+
+def test_unexpected_failures_have_a_request_id(whole: Running, caplog: pytest.LogCaptureFixture) -> None:
+    whole.engine.refuse = RuntimeError("oops")
+    try:
+        found = httpx.post(whole.url + CHAT, json={"messages": ASK}, headers={"X-Request-Id": "mine"})
+    finally:
+        whole.engine.refuse = None
+    assert (found.status_code, found.headers["x-request-id"]) == (500, "mine")
+    assert found.json()["error"]["code"] == "internal_error"
+    assert "request=mine" in caplog.text
+
+
+def test_the_schema_is_behind_the_key() -> None:
+    document: Any
+    with fake_server(api_key="k", plain=True) as running:
+        assert httpx.get(running.url + "/openapi.json").status_code == 401
+        document = httpx.get(running.url + "/openapi.json", headers={"x-api-key": "k"}).json()
+    assert CHAT in document["paths"]
+    assert "head" not in document["paths"]["/health"]
