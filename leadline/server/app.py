@@ -38,7 +38,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 PAGE = Path(__file__).parent / "page.html"
 MAX_DEPTH = 100  # of brackets in a body
 MAX_PARTS = 1_250_000  # commas, and four times the opening brackets, of a body: a million token ids have a million
-MAX_OBJECTS = 100_000  # of a body: as many as Anthropic takes messages
+MAX_OBJECTS = 50_000  # of a body: one for 20 of a million tokens
 _TOO_DEEP = f"expected brackets at most {MAX_DEPTH} deep"
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version")
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -47,8 +47,8 @@ def fake_model(engine: FakeEngine, vision: Any) -> ServedModel:
         vision=vision,
         encode_images=encode,
         engine=engine,
-        max_model_len=1000,
-        cache_tokens=1000,
+        max_model_len=5000,
+        cache_tokens=5000,
     )
 
 

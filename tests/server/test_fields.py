@@ -135,17 +135,17 @@ def test_values_that_no_field_takes_are_named(http: httpx.Client, text: str, par
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
-        (MESSAGES, {"messages": [{"role": "user", "content": "word " * 2000}], "max_tokens": 5}, "messages"),
-        (RESPONSES, {"input": "word " * 2000}, "input"),
-        ("/v1/completions", {"prompt": "word " * 2000}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 6000}]}, "messages"),
+        (MESSAGES, {"messages": [{"role": "user", "content": "word " * 6000}], "max_tokens": 5}, "messages"),
+        (RESPONSES, {"input": "word " * 6000}, "input"),
+        ("/v1/completions", {"prompt": "word " * 6000}, "prompt"),
     ],
 )
 def test_too_long_prompts_have_one_limit(server: Running, http: httpx.Client, path: str, body: Any, param: str) -> None:
     found = http.post(path, json=body)
     assert found.status_code == 400
     assert found.json()["error"]["param"] == param
-    assert "at most 999 tokens" in found.json()["error"]["message"]
+    assert "at most 4999 tokens" in found.json()["error"]["message"]
     assert path == MESSAGES or found.json()["error"]["code"] == "context_length_exceeded"
     assert not server.engine.requests
 
