@@ -396,8 +396,8 @@ def _routes(service: Service) -> APIRouter:
 
     @get("/health")
     async def health() -> Response:
-        failed = service.failure or (service.model is not None and service.model.engine.error)
-        return JSONResponse({"status": "failed" if failed else "alive"}, 503 if failed else 200)
+        status, word = (200, "alive") if service.error is None else (503, "failed")
+        return JSONResponse({"status": word}, status)
 
     @get("/ready")
     async def ready() -> Response:

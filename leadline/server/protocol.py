@@ -23,6 +23,8 @@ _PROMPT_FIELDS: dict[Protocol, tuple[str, ...]] = {
 }
 _EFFORT_FIELDS = {"chat": "reasoning_effort", "messages": "output_config.effort", "responses": "reasoning.effort"}
 _FORMAT_FIELDS = {"chat": "response_format", "messages": "output_config.format", "responses": "text.format"}
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos",
+                    "include_stop_str_in_output")  # fmt: skip
 _EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What may stand in a list of a request, by the list. deepseek-recipe leaves out much of the rest without a word, or
 # puts a remark in its place. None: an entry without a type.
@@ -115,16 +117,7 @@ def sampling_params(
     logprobs: int | None = None,
 ) -> SamplingParams:
     """The request's own sampling values, as they are. Raises: SamplingError naming the field."""
-    values = {
-        "n": n,
-        "stop": stop,
-        "logprobs": logprobs,
-        **{
-            name: getattr(body, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos",
-                         "include_stop_str_in_output")
-        },
-    }  # fmt: skip
+    values = {"n": n, "stop": stop, "logprobs": logprobs} | {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     return SamplingParams(max_tokens=max_tokens, **{key: value for key, value in values.items() if value is not None})
 
 

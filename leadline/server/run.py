@@ -130,7 +130,8 @@ def run(service: Service, host: str, port: int) -> None:
             server.should_exit = True
             raise
         model: Any = service.model
-        address = f"http://{f'[{host}]' if ':' in host else host}:{_port(server, port)}"
+        bound = server.servers[0].sockets[0].getsockname()[1] if server.servers else port
+        address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
         logger.info("serving address=%s model=%s context=%d cache_tokens=%d", address, service.settings.names[0],
                     model.max_model_len, model.cache_tokens)  # fmt: skip
 
@@ -143,7 +144,3 @@ def run(service: Service, host: str, port: int) -> None:
             raise failure
 
     asyncio.run(main())
-
-
-def _port(server: uvicorn.Server, port: int) -> int:
-    return int(server.servers[0].sockets[0].getsockname()[1]) if server.servers else port

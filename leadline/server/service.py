@@ -130,10 +130,14 @@ class Service:
         if self.model is not None:
             await self.model.engine.stop(drain_s=drain_seconds)
 
+    @property
+    def error(self) -> BaseException | None:
+        """What has ended the loading or the engine, if anything has."""
+        return self.failure or (None if self.model is None else self.model.engine.error)
+
     def state(self) -> tuple[bool, str]:
         """Whether requests are taken, and if not, why."""
-        error = self.failure or (None if self.model is None else self.model.engine.error)
-        if error is not None:
+        if (error := self.error) is not None:
             return False, f"nothing: it has failed ({type(error).__name__})"
         if self.is_draining:
             return False, "nothing: it is stopping"
@@ -294,20 +298,11 @@ class Service:
     def _log(self, job: Job) -> None:
         usage, first = job.answers.usage, job.first_token_s
         logger.info(
-            "request=%s protocol=%s stream=%s finish=%s prompt_tokens=%d cached_tokens=%d images=%d image_tokens=%d "
-            "completion_tokens=%d reasoning_tokens=%d first_token_s=%s seconds=%.3f",
-            job.id,
-            job.kind,
-            str(job.stream).lower(),
-            ",".join(job.finish_reasons) or "cancelled",
-            usage.prompt,
-            usage.cached,
-            usage.images,
-            usage.image_tokens,
-            usage.completion,
-            usage.reasoning,
-            "-" if first is None else f"{first:.3f}",
-            time.perf_counter() - job.started,
+            f"request={job.id} protocol={job.kind} stream={str(job.stream).lower()} "
+            f"finish={','.join(job.finish_reasons) or 'cancelled'} prompt_tokens={usage.prompt} "
+            f"cached_tokens={usage.cached} images={usage.images} image_tokens={usage.image_tokens} "
+            f"completion_tokens={usage.completion} reasoning_tokens={usage.reasoning} "
+            f"first_token_s={'-' if first is None else f'{first:.3f}'} seconds={time.perf_counter() - job.started:.3f}"
         )
 
     def _chat_params(
