@@ -22,11 +22,11 @@ from torch import Tensor
 
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cache.prefix import PrefixCache
-from leadline.engine.model_api import Model
+from leadline.engine.model_api import Model, StepOutput
 from leadline.engine.request import Delta, FinishReason, Request, check_prompt
 from leadline.engine.sampler import Sampler, logprobs_of
 from leadline.engine.scheduler import Entry, Scheduler, StepPlan
-from leadline.engine.speculate import DraftBudget, Proposal, Speculation, StepRows, accept, propose
+from leadline.engine.speculate import DraftBudget, Proposal, Speculation, StepRows, accept, accept_all, propose
 from leadline.engine.text_stream import TextStream
 from leadline.errors import CapacityError, EngineError, LeadlineError, NumericsError, RequestError, SamplingError
 from leadline.model.step import PREFILL_MODES, Prefill, Run
@@ -353,20 +353,17 @@ class EngineCore:
             if not batch:
                 return deltas
             output = self.model.step([run for _, run, _ in batch], self.cache)
-            rows = StepRows(output.rows) if len(output.rows) else None
+            drawn = self._draw(batch, output)
         except Exception as error:
             deltas += self._step_failed(plan, error)
             return deltas
-        first = 0
-        for (job, run, proposal), logits_LV in zip(batch, output.logits, strict=True):
+        for (job, run, proposal), logits_LV, tokens in zip(batch, output.logits, drawn, strict=True):
             self._count["prompt_tokens"] += max(0, min(job.prompt_length, run.sequence.length) - job.computed)
-            count = len(logits_LV)
-            if rows is not None and count:
-                deltas.append(self._take(job, run, rows, first, logits_LV, proposal))
-                first += count
-            else:
+            if tokens is None:
                 job.computed = job.sequence.length
                 self._remember(job)
+            else:
+                deltas.append(self._take(job, run, tokens, logits_LV, proposal))
         seconds = self._clock() - start
         self._step_seconds += seconds
         self._count["steps"] += 1
@@ -436,11 +433,29 @@ class EngineCore:
             run.image_rows = rows[first:last]
         return run
 
-    def _take(self, job: Job, run: Run, rows: StepRows, first: int, logits_LV: Tensor, proposal: Proposal) -> Delta:
+    def _draw(
+        self, batch: list[tuple[Job, Run, Proposal]], output: StepOutput
+    ) -> list[list[int] | Exception | None]:
+        """New tokens, or why there are none, of every run whose logits were wanted."""
+        counts = [len(logits_LV) for logits_LV in output.logits]
+        if not any(counts):
+            return [None] * len(batch)
+        rows = StepRows(output.rows)
+        drawn = iter(accept_all(rows, [
+            accept(job.sampler, rows, first, proposal, run.logits_from + 1, job.matcher)
+            for (job, run, proposal), count, first in zip(batch, counts, itertools.accumulate(counts, initial=0))
+            if count
+        ]))
+        return [next(drawn) if count else None for count in counts]
+
+    def _take(
+        self, job: Job, run: Run, tokens: list[int] | Exception, logits_LV: Tensor, proposal: Proposal
+    ) -> Delta:
         """Takes over what a step found for a sequence: one token, or the accepted drafts and one token."""
         position = run.logits_from + 1
         try:
-            tokens = accept(job.sampler, rows, first, proposal, position, job.matcher)
+            if isinstance(tokens, Exception):
+                raise tokens
             delta = self._delta(job, tokens, logits_LV, len(proposal.token_ids))
         except Exception as error:
             return self._failed(job, _typed(error))
