@@ -433,24 +433,20 @@ class EngineCore:
             run.image_rows = rows[first:last]
         return run
 
-    def _draw(
-        self, batch: list[tuple[Job, Run, Proposal]], output: StepOutput
-    ) -> list[list[int] | Exception | None]:
+    def _draw(self, batch: list[tuple[Job, Run, Proposal]], output: StepOutput) -> list[list[int] | Exception | None]:
         """New tokens, or why there are none, of every run whose logits were wanted."""
         counts = [len(logits_LV) for logits_LV in output.logits]
         if not any(counts):
             return [None] * len(batch)
-        rows = StepRows(output.rows)
-        drawn = iter(accept_all(rows, [
-            accept(job.sampler, rows, first, proposal, run.logits_from + 1, job.matcher)
-            for (job, run, proposal), count, first in zip(batch, counts, itertools.accumulate(counts, initial=0))
-            if count
-        ]))
+        rows, acceptances, first = StepRows(output.rows), [], 0
+        for (job, run, proposal), count in zip(batch, counts, strict=True):
+            if count:
+                acceptances.append(accept(job.sampler, rows, first, proposal, run.logits_from + 1, job.matcher))
+                first += count
+        drawn = iter(accept_all(rows, acceptances))
         return [next(drawn) if count else None for count in counts]
 
-    def _take(
-        self, job: Job, run: Run, tokens: list[int] | Exception, logits_LV: Tensor, proposal: Proposal
-    ) -> Delta:
+    def _take(self, job: Job, run: Run, tokens: list[int] | Exception, logits_LV: Tensor, proposal: Proposal) -> Delta:
         """Takes over what a step found for a sequence: one token, or the accepted drafts and one token."""
         position = run.logits_from + 1
         try:

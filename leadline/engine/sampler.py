@@ -1,8 +1,8 @@
 """Logits to tokens, for all rows of a step that are sampled.
 
-S rows, V vocabulary. A sequence's random numbers are a hash of (seed, sample, purpose, position), and a distribution is
-a row of whole numbers, whose sums are exact in any order. So a token depends on nothing but its own logits and the seed:
-not on neighbours, batch, earlier draws or the device.
+S rows, V vocabulary. A sequence's random numbers are a hash of (seed, sample, purpose, position). A distribution is a
+row of whole numbers, whose sums are exact in any order. So a token depends on nothing but its own logits and the seed:
+not on neighbours, batch or earlier draws.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -95,21 +96,19 @@ class Want:
     draft_weights_V: Tensor | None = None
 
 
-def draw(logits_NV: Tensor, wants: Sequence[Want], purpose: Draw = Draw.TOKEN) -> list[tuple[int, Tensor]]:
+def draw(logits_NV: Tensor, wants: Sequence[Want], purpose: Draw = Draw.TOKEN) -> Iterator[tuple[int, Tensor]]:
     """For each want a token and the weights [V] that it was drawn from. logits_NV: as for `weights`.
 
     A greedy row gives the lowest id among equals. A row with a draft gives this draft, if it is accepted, or a token of
     the rest (see speculate.py).
     """
-    drawn: list[tuple[int, Tensor]] = []
     size = max(1, CHUNK // logits_NV.shape[1])
     for start in range(0, len(wants), size):
         part = wants[start : start + size]
         weights_SV = weights(logits_NV, part)
         _judge(weights_SV, part)
         uniforms = [0 if want.sampler.is_greedy else want.sampler.uniform(purpose, want.position) for want in part]
-        drawn += zip(pick(weights_SV, uniforms), weights_SV.unbind(), strict=True)
-    return drawn
+        yield from zip(pick(weights_SV, uniforms), weights_SV.unbind(), strict=True)
 
 
 def weights(logits_NV: Tensor, wants: Sequence[Want]) -> Tensor:
@@ -130,36 +129,34 @@ def weights(logits_NV: Tensor, wants: Sequence[Want]) -> Tensor:
     weights_SV = logits_SV.exp_().mul_(UNIT).round_().long()
     if any(p.min_p > 0 for p in rules):
         weights_SV.masked_fill_(weights_SV < _column([math.ceil(p.min_p * UNIT) for p in rules], device), 0)
-    ranked = [s for s, p in enumerate(rules) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
-    if ranked:
-        weights_SV[ranked] = _truncate(weights_SV[ranked], [rules[s] for s in ranked])
+    drawn = [(s, p) for s, p in enumerate(rules) if p.temperature > 0]
+    if ranks := {s: min(p.top_k, weights_SV.shape[1]) for s, p in drawn if p.top_k > 0}:
+        rows = list(ranks)
+        weights_SV[rows] = _first(weights_SV[rows], list(ranks.values()), [UNIT * weights_SV.shape[1]] * len(rows))
+    if shares := {s: p.top_p for s, p in drawn if p.top_p < 1}:
+        rows = list(shares)
+        part_SV = weights_SV[rows]
+        totals = part_SV.sum(dim=1).tolist()
+        limits = [math.ceil(Fraction(share) * total) for share, total in zip(shares.values(), totals, strict=True)]
+        # Tokens too light to make up the rest all together are not among the first: most of a row needs no sorting.
+        floors = [(total - limit) // part_SV.shape[1] for total, limit in zip(totals, limits, strict=True)]
+        counts = (part_SV >= _column(floors, device)).sum(dim=1).tolist()
+        weights_SV[rows] = _first(part_SV, counts, limits)
     return weights_SV
 
 
-def _truncate(weights_SV: Tensor, rules: Sequence[SamplingParams]) -> Tensor:
-    """Applies top_k, then top_p, in place. Every row has one of them.
-
-    Whole rows are never sorted. top_p keeps the first tokens that reach the share of the mass; those too light to make
-    up the rest all together cannot be among them.
-    """
-    num_ids, device = weights_SV.shape[1], weights_SV.device
-    totals = weights_SV.sum(dim=1).tolist()
-    limits = [_share(p.top_p, total) for p, total in zip(rules, totals, strict=True)]
-    floors = [(total - limit) // num_ids for total, limit in zip(totals, limits, strict=True)]
-    heavy = (weights_SV >= _column(floors, device)).sum(dim=1).tolist()
-    counts = [min(p.top_k, num_ids) if p.top_k > 0 else count for p, count in zip(rules, heavy, strict=True)]
+def _first(weights_SV: Tensor, counts: Sequence[int], limits: Sequence[int]) -> Tensor:
+    """Sets to 0, in place, all but the heaviest ids of each row: at most so many of them, and each only while the mass
+    of those before it falls short of the limit."""
+    device = weights_SV.device
     best_SC = weights_SV.topk(max(counts), dim=1).values
-    best_SC.masked_fill_(torch.arange(best_SC.shape[1], device=device) >= _column(counts, device), 0)
-    mass_SC = best_SC.cumsum(dim=1)
-    left = mass_SC[:, -1].tolist()
-    limits = [_share(p.top_p, rest) if p.top_k > 0 else limit
-              for p, rest, limit in zip(rules, left, limits, strict=True)]  # fmt: skip
-    # A token stays while the mass of those before it falls short of top_p: the first one always does.
-    kept_S = ((mass_SC - best_SC < _column(limits, device)) & (best_SC > 0)).sum(dim=1)
-    border_S1 = best_SC.gather(1, kept_S[:, None] - 1)
+    before_SC = best_SC.cumsum(dim=1) - best_SC
+    place_C = torch.arange(max(counts), device=device)
+    kept_S1 = ((before_SC < _column(limits, device)) & (place_C < _column(counts, device))).sum(dim=1, keepdim=True)
+    border_S1 = best_SC.gather(1, kept_S1 - 1)
     weights_SV.masked_fill_(weights_SV < border_S1, 0)
-    surplus_S = weights_SV.count_nonzero(dim=1) - kept_S
-    for s in surplus_S.nonzero().flatten().tolist():  # equal weights on both sides of the border
+    surplus_S = weights_SV.count_nonzero(dim=1) - kept_S1[:, 0]
+    for s in (surplus_S > 0).nonzero().flatten().tolist():  # equal weights on both sides of the border
         equal = (weights_SV[s] == border_S1[s]).nonzero().flatten()
         weights_SV[s, equal[len(equal) - int(surplus_S[s]) :]] = 0
     return weights_SV
@@ -198,12 +195,6 @@ def pick(weights_SV: Tensor, uniforms: Sequence[int]) -> list[int]:
     bounds = [uniform * mass >> 52 for uniform, mass in zip(uniforms, mass_SV[:, -1].tolist(), strict=True)]
     ids: list[int] = torch.searchsorted(mass_SV, _column(bounds, mass_SV.device), right=True)[:, 0].tolist()
     return ids
-
-
-def _share(part: float, total: int) -> int:
-    """ceil(part * total), exactly."""
-    numerator, denominator = part.as_integer_ratio()
-    return -(-numerator * total // denominator)
 
 
 def _column(values: Sequence[float | None], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -174,8 +174,8 @@ def accept_all(rows: StepRows, acceptances: Sequence[Acceptance]) -> list[list[i
                 results[i] = end.value
             except Exception as error:
                 results[i] = error
-        drawn = draw(rows.logits_NV, list(wants.values()))
-        answers = {i: token for i, (token, _) in zip(wants, drawn, strict=True)}
+        drawn = (token for token, _ in draw(rows.logits_NV, list(wants.values())))
+        answers = dict(zip(wants, drawn, strict=True))
     return results
 
 

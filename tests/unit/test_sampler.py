@@ -181,7 +181,7 @@ def test_a_row_is_the_same_alone_and_among_others(num_ids):
             weights_V = weights(logits_NV.flip(0), [Want(row, sampler(**RULES[row % 8]), 7)])[0]
             drafts = {"draft": int(weights_V.argmax()), "draft_weights_V": weights_V}
         wants.append(Want(row, sampler(seed=row, **RULES[row % 8]), 7, mask_V, **drafts))
-    together = draw(logits_NV, wants)
+    together = list(draw(logits_NV, wants))
     assert len({token_id for token_id, _ in together}) > count // 4 or num_ids == 13
     for want, (token_id, weights_V) in zip(wants, together, strict=True):
         ((alone, alone_V),) = draw(logits_NV[want.row : want.row + 1].clone(), [replace(want, row=0)])
