@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class Job(Entry):
     sample: int
     request: Request
     prompt_length: int
-    token_ids: list[int]
-    cache_ids: list[int]
+    token_ids: array[int]
+    cache_ids: array[int]
     sampler: Sampler
     text: TextStream | None
     matcher: Matcher | None
@@ -238,8 +239,8 @@ class EngineCore:
                     sample=sample,
                     request=request,
                     prompt_length=length,
-                    token_ids=list(request.token_ids),
-                    cache_ids=list(request.token_ids if request.cache_ids is None else request.cache_ids),
+                    token_ids=array("q", request.token_ids),
+                    cache_ids=array("q", request.token_ids if request.cache_ids is None else request.cache_ids),
                     sampler=Sampler(params, seed, sample, sorted(stop_ids), length + params.min_tokens),
                     text=None if self.tokenizer is None else TextStream(self.tokenizer, params, self._hidden),
                     matcher=None if request.grammar is None else request.grammar.matcher(in_reasoning),
@@ -261,10 +262,9 @@ class EngineCore:
             raise SamplingError(
                 f"min_tokens: expected 0 with a grammar, got {params.min_tokens}: a complete document may only end"
             )
-        if request.cache_ids is not None and len(request.cache_ids) != len(request.token_ids):
-            raise RequestError(
-                f"cache_ids: expected {len(request.token_ids)} like token_ids, got {len(request.cache_ids)}"
-            )
+        rows, width = request.image_rows, self.model.config.hidden_size
+        if rows is not None and rows.shape[1] != width:
+            raise RequestError(f"image_rows: expected [n, {width}], as wide as the model, got {list(rows.shape)}")
 
     # The scheduler's host ---------------------------------------------------------------------------------------------
 
@@ -422,7 +422,7 @@ class EngineCore:
         if self.prefill == "replay":
             known = job.prompt_length
         logits_from = known - 1 if not job.num_generated else job.target
-        ids_T = torch.tensor(job.token_ids[start : start + count], dtype=torch.int64)
+        ids_T = torch.frombuffer(job.token_ids[start : start + count], dtype=torch.int64)
         run = Run(job.sequence, ids_T, logits_from, known, self.prefill, keep_from=job.keep_from)
         types_T, rows = job.request.token_types, job.request.image_rows
         if types_T is not None and rows is not None and start < job.prompt_length:
@@ -488,8 +488,8 @@ class EngineCore:
                 break
         if reason is not None and job.text is not None:
             text += job.text.finish()
-        job.token_ids += tokens
-        job.cache_ids += tokens
+        job.token_ids.extend(tokens)
+        job.cache_ids.extend(tokens)
         top = job.request.params.logprobs
         return Delta(
             request=job.ticket,
