@@ -180,7 +180,8 @@ def test_other_refusals():
 
 JUNK = [
     None, True, 1, -1, 3.5, math.nan, math.inf, "x", b"x", [], [5], [1.5], ["a"], [True], [2**70], [5, 6], (5,), {},
-    range(3), object(), GREEDY, Grammar, torch.zeros(()), torch.zeros(3), torch.full((3,), -1), torch.tensor([0, -1, 1]),
+    range(3), object(), GREEDY, Grammar, torch.zeros(()), torch.zeros(3),
+    torch.full((3,), -1), torch.tensor([0, -1, 1]),
     torch.tensor([0, -7, 1]), torch.zeros(2, 1).bfloat16(), torch.zeros(2, 1), torch.zeros(2, 7).bfloat16(),
 ]  # fmt: skip
 
