@@ -294,9 +294,8 @@ class EngineCore:
             ids = job.cache_ids[:known]
             border = self.prefix.last_border(known)
             job.keep_from = max(0, border - PAGE_TOKENS)
-            hit = self.prefix.lookup(ids, limit=known, keep_from=job.keep_from)
             try:
-                sequence = self.prefix.open(hit)
+                sequence, hit = self.prefix.open(ids, limit=known, keep_from=job.keep_from)
             except CapacityError:
                 return None
             cuts = {*range(SNAPSHOT_TOKENS, known, SNAPSHOT_TOKENS), hit.branch}
@@ -327,7 +326,7 @@ class EngineCore:
         entry.computed = 0
 
     def _available_pages(self) -> int:
-        return self.cache.pages.num_free if self.prefix is None else self.prefix.available_pages
+        return self.cache.pages.num_free if self.prefix is None else self.prefix.pages.num_available
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -589,7 +588,6 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         cache, prefix, count = self.cache, self.prefix, self._count
-        tree = None if prefix is None else prefix.stats
         return EngineStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -603,13 +601,13 @@ class EngineCore:
             accepted=count["accepted"],
             kv_pages_used=cache.pages.num_pages - self._available_pages(),
             kv_pages_total=cache.pages.num_pages,
-            window_pages_used=0 if prefix is None else cache.window_pages.num_pages - prefix.available_windows,
+            window_pages_used=0 if prefix is None else cache.window_pages.num_pages - prefix.windows.num_available,
             window_pages_total=0 if prefix is None else cache.window_pages.num_pages,
             slots_used=cache.max_sequences - cache.num_free_slots,
             slots_total=cache.max_sequences,
-            prefix_nodes=0 if tree is None else tree.nodes,
-            snapshots=0 if tree is None else tree.snapshots,
-            host_bytes=0 if tree is None else tree.host_bytes,
+            prefix_nodes=0 if prefix is None else prefix.num_nodes,
+            snapshots=0 if prefix is None else prefix.num_snapshots,
+            host_bytes=0 if prefix is None else prefix.host.used,
             steps=count["steps"],
             step_seconds=self._step_seconds,
         )

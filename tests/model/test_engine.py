@@ -361,7 +361,7 @@ def test_two_sessions_take_turns(host_bytes: int) -> None:
 def test_f17_host_memory_is_full_and_a_prompt_takes_several_chunks() -> None:
     probe = Server()
     assert probe.core.prefix is not None
-    room = 3 * probe.core.prefix.page_bytes.num_bytes + 2 * probe.core.prefix.window_bytes.num_bytes
+    room = 3 * probe.core.prefix.pages.bytes.num_bytes + 2 * probe.core.prefix.windows.bytes.num_bytes
     server = Server(pages=8, chunk=100, max_snapshots=2, host_bytes=room)
     for seed in range(4):
         server.serve(greedy(ids_of(400, seed), 2))
