@@ -192,21 +192,24 @@ class PrefixCache:
                 return False
         return True
 
-    def open(self, ids: Ids[int], *, limit: int, keep_from: int | None = None) -> tuple[Sequence, Hit]:
+    def open(
+        self, ids: Ids[int], *, limit: int, keep_from: int | None = None, num_pages: int = 0
+    ) -> tuple[Sequence, Hit]:
         """A sequence that starts with what `lookup`, with the same arguments, has of a prompt.
 
-        Pages in host memory are copied back first. Open the sequence before making room for its other pages, because
-        it holds what it reuses.
+        Pages in host memory are copied back first. num_pages: global pages that the sequence will have in all; those
+        that it does not reuse are free afterwards.
 
         Raises:
-            CapacityError: no slot, or no room for the pages in host memory. The tree still has all it had.
+            CapacityError: no slot, or no room for these pages. Nothing has been copied, the tree has all it had.
         """
         hit = self.lookup(ids, limit=limit, keep_from=keep_from)
-        if hit.snapshot is None:
-            return self._cache.open(), hit
-        return self._resume(hit.snapshot, ids), hit
+        if hit.snapshot is not None:
+            return self._resume(hit.snapshot, ids, num_pages), hit
+        self._need_room(num_pages, 0)
+        return self._cache.open(), hit
 
-    def _resume(self, snapshot: Snapshot, ids: Ids[int]) -> Sequence:
+    def _resume(self, snapshot: Snapshot, ids: Ids[int], num_pages: int) -> Sequence:
         node, path = snapshot.node, snapshot.node.path()
         missing = [node for node in path if node.page == NOWHERE]
         num_windows = int(snapshot.page == NOWHERE)
@@ -217,12 +220,7 @@ class PrefixCache:
             allocator.share(page)
         self._loading = {*missing, snapshot}
         try:
-            if not self.make_room(len(missing), num_windows):
-                raise CapacityError(
-                    f"prefix cache: {len(missing)} pages and {num_windows} window pages needed to load from host "
-                    f"memory, {self.pages.num_available} and {self.windows.num_available} available; end a request or "
-                    "raise max_tokens"
-                )
+            self._need_room(max(len(missing), num_pages - len(path) + len(missing)), num_windows)
             for item in missing:
                 self.pages.load(item)
                 self._arrived(item)
@@ -310,6 +308,13 @@ class PrefixCache:
         ):
             self._evict_snapshot(snapshot)
         return True
+
+    def _need_room(self, pages: int, windows: int) -> None:
+        if not self.make_room(pages, windows):
+            raise CapacityError(
+                f"prefix cache: {pages} pages and {windows} window pages needed, {self.pages.num_available} and "
+                f"{self.windows.num_available} available; end a request or raise max_tokens"
+            )
 
     def clear(self) -> None:
         """Forget everything. Running sequences keep their pages, and may be inserted again."""

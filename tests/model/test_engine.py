@@ -528,6 +528,21 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     server.assert_nothing_is_left()
 
 
+def test_who_does_not_fit_comes_in_as_soon_as_the_pages_are_shared() -> None:
+    """The second waits for pages; once the first has processed the same prompt it needs fewer than are left."""
+    server = Server(pages=5, chunk=512)
+    first, second = (server.add(greedy(ids_of(300), 60)) for _ in range(2))
+    server.step()
+    assert (server.core.stats().running, server.core.stats().waiting) == (1, 1)
+    assert server.core.stats().kv_pages_used == 3  # of 5, as many as one of them needs
+    server.step()
+    assert server.core.stats().running == 2
+    server.finish()
+    assert server.cached() == 256
+    assert server.tokens[first, 0] == server.tokens[second, 0] == alone(greedy(ids_of(300), 60))
+    server.assert_nothing_is_left()
+
+
 def test_someone_else_holds_the_cache() -> None:
     """Nobody will ever free what is needed: an error says so, where waiting would be for ever."""
     server = Server(pages=4, sequences=2)
