@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -137,7 +136,7 @@ def weights(logits_NV: Tensor, wants: Sequence[Want]) -> Tensor:
         rows = list(shares)
         part_SV = weights_SV[rows]
         totals = part_SV.sum(dim=1).tolist()
-        limits = [math.ceil(Fraction(share) * total) for share, total in zip(shares.values(), totals, strict=True)]
+        limits = [_share(share, total) for share, total in zip(shares.values(), totals, strict=True)]
         # Tokens too light to make up the rest all together are not among the first: most of a row needs no sorting.
         floors = [(total - limit) // part_SV.shape[1] for total, limit in zip(totals, limits, strict=True)]
         counts = (part_SV >= _column(floors, device)).sum(dim=1).tolist()
@@ -195,6 +194,12 @@ def pick(weights_SV: Tensor, uniforms: Sequence[int]) -> list[int]:
     bounds = [uniform * mass >> 52 for uniform, mass in zip(uniforms, mass_SV[:, -1].tolist(), strict=True)]
     ids: list[int] = torch.searchsorted(mass_SV, _column(bounds, mass_SV.device), right=True)[:, 0].tolist()
     return ids
+
+
+def _share(part: float, total: int) -> int:
+    """ceil(part * total), exactly."""
+    numerator, denominator = part.as_integer_ratio()
+    return -(-numerator * total // denominator)
 
 
 def _column(values: Sequence[float | None], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

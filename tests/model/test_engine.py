@@ -292,7 +292,7 @@ def test_prompts_that_part_from_earlier_ones(monkeypatch: pytest.MonkeyPatch) ->
         assert server.serve(greedy(prompt)) == [alone(greedy(prompt))]
         assert server.cached() == pages * PAGE_TOKENS
     server.core.prefix.clear()  # type: ignore[union-attr]
-    monkeypatch.setattr("leadline.engine.core.SNAPSHOT_TOKENS", PAGE_TOKENS)
+    monkeypatch.setattr("leadline.engine.room.SNAPSHOT_TOKENS", PAGE_TOKENS)
     for prompt, pages in ((long, 0), (branches[0], 2)):
         assert server.serve(greedy(prompt)) == [alone(greedy(prompt))]
         assert server.cached() == pages * PAGE_TOKENS
@@ -324,7 +324,7 @@ def test_f12_preempted_after_any_number_of_tokens() -> None:
         (job,) = scheduler.running
         scheduler.running.clear()
         job.is_running = False
-        server.core.evict(job)
+        server.core._room.evict(job)
         scheduler.waiting.append(job)
         server.finish()
         assert server.tokens[0, 0] == expected
