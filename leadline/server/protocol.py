@@ -16,7 +16,7 @@ from leadline.config.sampling import SamplingParams
 from leadline.errors import RequestError
 from leadline.server.bodies import SamplingBody
 from leadline.text.chat import ChatPrompt, Effort, Protocol
-from leadline.text.grammar import Grammar
+from leadline.text.grammar import ANY_OBJECT, Grammar
 from leadline.text.tokenizer import Tokenizer
 from leadline.text.tool_grammar import Tool
 
@@ -83,23 +83,20 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     return Wish(body, thinking, effort, choice, is_json, schema, echo)
 
 
-def answer_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Grammar | None:
-    """What answers to the rendered prompt have to follow; None if nothing. Raises: RequestError naming the field."""
-    if wish.choice.mode != "required" and not wish.is_json:
+def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Grammar | None:
+    """What answers to the rendered prompt have to follow where calls are required, or an alternative to JSON; else None.
+
+    Raises: RequestError naming tools or tool_choice.
+    """
+    is_required = wish.choice.mode == "required"
+    if not is_required and (wish.choice.mode == "none" or not wish.is_json):
         return None
-    if wish.choice.mode == "none":
-        return Grammar.json_schema(tokenizer, wish.schema)
     tools = {tool.name: Tool(tool.name, tool.parameters) for tool in prompt.request.conversation.tools}
     names = list(tools) if wish.choice.names is None else wish.choice.names
     if unknown := [name for name in names if name not in tools]:
         raise RequestError(f"tool_choice: expected one of tools ({', '.join(tools)[:200]}), got {unknown[0]!r}")
-    return Grammar.tool_calls(
-        tokenizer,
-        [tools[name] for name in names],
-        many=wish.choice.many,
-        or_json=wish.is_json and wish.choice.mode == "auto",
-        schema=wish.schema,
-    )
+    document = None if is_required else ANY_OBJECT if wish.schema is None else wish.schema
+    return Grammar.tool_calls(tokenizer, [tools[name] for name in names], many=wish.choice.many, document=document)
 
 
 def sampling_params(

@@ -31,7 +31,7 @@ from leadline.server.answers import (
 from leadline.server.errors import ApiError
 from leadline.server.images import fetch_image
 from leadline.server.metrics import Metrics
-from leadline.server.protocol import Wish, answer_grammar, json_schema_of, read_wish, sampling_params
+from leadline.server.protocol import Wish, call_grammar, json_schema_of, read_wish, sampling_params
 from leadline.server.settings import ServerSettings
 from leadline.text.chat import ChatPrompt, Protocol, render_request
 from leadline.text.grammar import Grammar
@@ -166,8 +166,9 @@ class Service:
         name, model = self.check_model_name(body.model), self.ready_model()
         n, params = self._chat_params(body)
         wish = read_wish(protocol, raw)
+        grammar = await _grammar(model, wish.is_json, wish.schema)
         prompt, inputs = await self.chat_input(model, protocol, wish)
-        grammar = await asyncio.to_thread(answer_grammar, model.tokenizer, wish, prompt)
+        grammar = await asyncio.to_thread(call_grammar, model.tokenizer, wish, prompt) or grammar
         request = self._request(inputs.request, params, body, grammar)
         usage = Usage(len(request.token_ids), inputs.images, inputs.image_tokens)
         answer_id = f"{_ID_PREFIX[protocol]}-{request_id}"
@@ -197,8 +198,7 @@ class Service:
             body, n=n, max_tokens=body.max_tokens or _COMPLETION_TOKENS, stop=body.stop, logprobs=body.logprobs
         )
         shape = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
-        is_json, schema = json_schema_of(shape)
-        grammar = await asyncio.to_thread(Grammar.json_schema, model.tokenizer, schema) if is_json else None
+        grammar = await _grammar(model, *json_schema_of(shape))
         given = body.prompt
         is_one = isinstance(given, str) or given[:1] == [] or isinstance(given[0], int)
         prompts: Sequence[Any] = [given] if is_one else given
@@ -358,6 +358,10 @@ def cancel(job: Job) -> None:
     """Give back whatever the job still holds. Any number of times."""
     for stream in job.streams:
         stream.cancel()
+
+
+async def _grammar(model: ServedModel, is_json: bool, schema: dict[str, Any] | None) -> Grammar | None:
+    return await asyncio.to_thread(Grammar.json_schema, model.tokenizer, schema) if is_json else None
 
 
 async def _merged(streams: Sequence[Any]) -> AsyncGenerator[tuple[int, list[Delta]], None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ _OPTIONS: dict[str, Any] = {
 }
 # Schemas of tools are written for people too: what a mask cannot follow is passed over there, as in unmasked calls.
 _TOOL_OPTIONS = {**_OPTIONS, "lenient": True}
-_ANY_OBJECT = {"type": "object"}
+ANY_OBJECT = {"type": "object"}
 
 
 class Grammar:
@@ -72,7 +72,7 @@ class Grammar:
         if schema is not None and not isinstance(schema, dict):
             raise _refused("response_format", f"expected a JSON Schema as an object, got {type(schema).__name__}")
         try:
-            text = json.dumps(_ANY_OBJECT if schema is None else schema, allow_nan=False)
+            text = json.dumps(ANY_OBJECT if schema is None else schema, allow_nan=False)
             compiled = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)  # type: ignore[arg-type]
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused("response_format", f"expected a JSON Schema, got one that is no JSON: {error}") from None
@@ -85,14 +85,13 @@ class Grammar:
         tools: Sequence[Tool],
         *,
         many: bool = True,
-        or_json: bool = False,
-        schema: dict[str, Any] | None = None,
+        document: Mapping[str, Any] | None = None,
     ) -> Grammar:
         """One block of calls, in the markup of the model and with nothing around it; `call_rules` says what it holds.
 
-        many: several calls may come, instead of exactly one. or_json: the answer may instead be a document that
-        `schema` allows, as in `json_schema`. Inside the reasoning the marker of a block is not allowed, as readers of
-        answers take it for the end of the reasoning; nor is the end token, unless or_json.
+        many: several calls may come, instead of exactly one. document: a schema; what it allows, as in `json_schema`,
+        may come instead of the block. Inside the reasoning the marker of a block is not allowed, as readers of answers
+        take it for the end of the reasoning; nor is the end token, without a document.
 
         Raises:
             RequestError: no tools, a vocabulary without the marker, or a schema as in `json_schema`; the message names
@@ -109,18 +108,16 @@ class Grammar:
                 raise _refused("tools", f"expected JSON Schemas that can be followed: {error}") from None
             return LLMatcher.grammar_from_lark(f"start: {start}\n{rules}")
 
-        document = ""
-        if or_json:
-            cls.json_schema(tokenizer, schema)  # so that its faults come under its own name
-            content = {**(_ANY_OBJECT if schema is None else schema), "x-guidance": _OPTIONS}
-            document = f" | document\ndocument: %json {json.dumps(content)}"
+        either = "calls"
+        if document is not None:
+            either += f" | document\ndocument: %json {json.dumps({**document, 'x-guidance': _OPTIONS})}"
         try:
-            start = _started(tokenizer, compiled(tools, f"calls{document}"), "tools")
+            start = _started(tokenizer, compiled(tools, either), "tools")
         except RequestError:
             for tool in tools:  # one of them alone may be at fault
                 _started(tokenizer, compiled([tool], "calls"), f"tools: {tool.name}")
             raise
-        return cls(tokenizer, start, [mark_id] if or_json else [mark_id, tokenizer.eos_token_id])
+        return cls(tokenizer, start, [mark_id, tokenizer.eos_token_id] if document is None else [mark_id])
 
     def matcher(self, in_reasoning: bool) -> Matcher:
         """A new matcher for one answer. in_reasoning: the answer begins inside the reasoning.
