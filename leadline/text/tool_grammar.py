@@ -53,9 +53,10 @@ def call_rules(tools: Sequence[Tool], mark_id: int, many: bool, options: Mapping
     """
     rules = _Rules(options)
     bodies = [f'{json.dumps(tool.name)} "\\">" {rules.body(tool)}' for tool in tools]
-    call = rules.add(f'"<" mark " invoke name=\\"" ({" | ".join(bodies)}) "\\n</" mark " invoke>"')
-    more = f' ("\\n" {call})*' if many else ""
-    block = f'calls: "\\n\\n<" mark " calls>\\n" {call}{more} "\\n</" mark " calls>"'
+    # A line feed and the `<` behind it are one terminal everywhere: a terminal goes on as long as any can, so that a
+    # line feed alone would never end before the `<` of a closing tag.
+    call = rules.add(f'"\\n<" mark " invoke name=\\"" ({" | ".join(bodies)}) "\\n</" mark " invoke>"')
+    block = f'calls: "\\n\\n<" mark " calls>" {call}{"+" if many else ""} "\\n</" mark " calls>"'
     return "\n".join([block, f"mark: <[{mark_id}]>", *rules.lines])
 
 
