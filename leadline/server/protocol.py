@@ -80,6 +80,9 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     if protocol == "chat":
         body["messages"] = [_chat_message(message) for message in body["messages"]]
     echo = {key: raw[key] for key in _ECHO_FIELDS if key in raw}
+    if isinstance(raw.get("tool_choice"), Mapping) and raw["tool_choice"].get("type") == "allowed_tools":
+        # deepseek-recipe cannot repeat it
+        echo["tool_choice"] = "required"
     return Wish(body, thinking, effort, choice, is_json, schema, echo)
 
 

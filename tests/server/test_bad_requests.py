@@ -21,7 +21,10 @@ def image(url: str) -> list[Any]:
     return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
 
 
-BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a b": {}}}}}
+BAD_TOOL: Any = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a b": {}}}},
+}
 
 
 def named(tool: str) -> Any:

@@ -263,7 +263,13 @@ def test_reasoning_holds_neither_the_mark_nor_the_end(tokenizer: Tokenizer, mark
 def test_a_document_instead_of_the_calls(tokenizer: Tokenizer) -> None:
     grammar = Grammar.tool_calls(tokenizer, TOOLS, document={"type": "object", "required": ["a"], "properties": {}})
     right = block(call("none", {}))
-    for text, expected in ((right, True), ('{"a": "深"}', True), ("{}", False), ("[]", False), ('{"a": 1}' + right, False)):
+    for text, expected in (
+        (right, True),
+        ('{"a": "深"}', True),
+        ("{}", False),
+        ("[]", False),
+        ('{"a": 1}' + right, False),
+    ):
         assert is_allowed(grammar, tokenizer, text) is expected
 
 
