@@ -87,7 +87,7 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
 
 
 def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Grammar | None:
-    """What answers to the rendered prompt have to follow where calls are required, or an alternative to JSON; else None.
+    """What answers to the rendered prompt have to follow where calls are required or stand beside JSON; else None.
 
     Raises: RequestError naming tools or tool_choice.
     """

@@ -322,7 +322,7 @@ def test_long_texts_and_many_tools_are_within_the_limits(tokenizer: Tokenizer) -
 
 def test_what_a_tool_grammar_needs(tokenizer: Tokenizer) -> None:
     for vocabulary, tools in ((tokenizer, []), (byte_tokenizer()[0], TOOLS)):
-        with pytest.raises(RequestError, match="^tools: expected at least one"):
+        with pytest.raises(RequestError, match=r"^tools: expected at least one"):
             Grammar.tool_calls(vocabulary, tools)
 
 
