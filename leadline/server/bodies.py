@@ -87,6 +87,7 @@ class ChatOptions(Body):
 
     tools: list[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     reasoning_effort: EffortLevel | EffortNumber | None = None
     chat_template_kwargs: Object | None = None
@@ -169,6 +170,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     tools: list[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     max_output_tokens: Count | None = None
