@@ -25,6 +25,7 @@ from rich.table import Table
 from leadline.config.sampling import SamplingParams
 from leadline.engine.core import EngineCore
 from leadline.engine.request import Request
+from leadline.engine.sampler import Sampler, Want, draw
 from leadline.engine.speculate import Speculation
 from leadline.model.step import Run
 from tests.support.fake_model import FakeCache, FakeConfig, FakeDraftOutput, FakeModel, FakeStepOutput
@@ -143,6 +144,22 @@ def measure(
     return Figures(processed / wall, statistics.median(added), cuts[7])
 
 
+def sampling_ms(num_ids: int, params: SamplingParams) -> float:
+    """Milliseconds to draw one token, in a step of a full batch; a few tokens of each row stand out."""
+    generator = torch.Generator().manual_seed(1)
+    logits_NV = 2 * torch.randn(BATCH, num_ids, generator=generator)
+    likely_NK = torch.randint(0, num_ids, (BATCH, 20), generator=generator)
+    logits_NV.scatter_add_(1, likely_NK, torch.linspace(18, 8, 20).expand(BATCH, 20))
+    wants = [Want(row, Sampler(params, row), 9) for row in range(BATCH)]
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        for _ in draw(logits_NV, wants):
+            pass  # the weights are dropped as in a step
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds) / BATCH
+
+
 def cache_length(core: EngineCore) -> list[int]:
     """Tokens that the running sequences have processed."""
     return [job.computed for job in core._scheduler.running]
@@ -163,6 +180,7 @@ def main() -> None:
         "greedy, text, two stop strings": {"params": stops, "with_text": True},
         "greedy, text, five drafts": {"params": greedy, "with_text": True, "speculation": Speculation()},
         "sampled with top_p, text": {"params": sampled, "with_text": True},
+        "sampled with top_p, text, five drafts": {"params": sampled, "with_text": True, "speculation": Speculation()},
     }
     result: dict[str, object] = {
         "bench": "engine",
@@ -182,6 +200,18 @@ def main() -> None:
             "added_ms": round(figures.added_ms, 3),
             "holds": figures.tokens_per_second >= MIN_TOKENS_PER_SECOND and figures.added_ms < MAX_ADDED_MS,
         }
+    Console().print(table)
+    filters: dict[str, dict[str, Any]] = {
+        "none": {},
+        "top_p 0.9": {"top_p": 0.9},
+        "top_k 50": {"top_k": 50},
+        "min_p 0.05": {"min_p": 0.05},
+    }
+    table = Table("one token, ms", *filters)
+    for num_ids in (260, 129_280):
+        times = {name: sampling_ms(num_ids, SamplingParams(**fields)) for name, fields in filters.items()}
+        table.add_row(f"{num_ids:,} ids", *(f"{ms:.3f}" for ms in times.values()))
+        result[f"sampling_ms, {num_ids} ids"] = times
     Console().print(table)
     print(json.dumps(result))  # noqa: T201
 

@@ -60,8 +60,8 @@ def save(tree: PrefixCache, path: Path, fingerprint: str) -> None:
         "at": column(row[snapshot.node] for snapshot in snapshots),
         "window_from": column(snapshot.window_from for snapshot in snapshots),
         "used": column(snapshot.stamp for snapshot in snapshots),
-        "pages": (_bytes_of(node, tree.page_bytes.read) for node in nodes),
-        "windows": (_bytes_of(snapshot, tree.window_bytes.read) for snapshot in snapshots),
+        "pages": (_bytes_of(node, tree.pages.bytes.read) for node in nodes),
+        "windows": (_bytes_of(snapshot, tree.windows.bytes.read) for snapshot in snapshots),
     }
     header: dict[str, Any] = {"__metadata__": {**_metadata(tree, fingerprint), "sha256": NO_SUM}}
     end = 0
@@ -138,8 +138,8 @@ def _shapes(tree: PrefixCache, num_nodes: int, num_snapshots: int) -> dict[str, 
         "at": ("I64", [num_snapshots]),
         "window_from": ("I64", [num_snapshots, tree.num_layers]),
         "used": ("I64", [num_snapshots]),
-        "pages": ("U8", [num_nodes, tree.page_bytes.num_bytes]),
-        "windows": ("U8", [num_snapshots, tree.window_bytes.num_bytes]),
+        "pages": ("U8", [num_nodes, tree.pages.bytes.num_bytes]),
+        "windows": ("U8", [num_snapshots, tree.windows.bytes.num_bytes]),
     }
 
 

@@ -37,11 +37,11 @@ class EvictionQueue(Generic[T]):
         """Take the item out, if it is here."""
         self._keys.pop(item, None)
 
-    def take(self, accept: Callable[[T], bool]) -> Iterator[T]:
-        """Take out accepted items one by one for as long as the caller iterates; items put meanwhile take part."""
+    def take(self, accept: Callable[[T], bool], until: Callable[[], bool]) -> Iterator[T]:
+        """Take out accepted items one by one until `until` holds; items put meanwhile take part."""
         aside = []
         try:
-            while self._heap:
+            while self._heap and not until():
                 entry = heapq.heappop(self._heap)
                 key, _, item = entry
                 if self._keys.get(item) != key:

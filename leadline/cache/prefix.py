@@ -19,7 +19,7 @@ host memory has no node on the device below it: a path is on the device first an
 
 Sequences that computed the same page at the same time end up sharing the first one: `insert` makes them. Therefore the
 pages of a sequence that are in the tree at all are on one path from the root, and every page that only the tree holds
-can be evicted, which makes `available_pages` a counter.
+can be evicted, which makes the available pages a counter.
 
 Plain Python except where bytes move. Not thread-safe: belongs to the engine's thread.
 """
@@ -29,15 +29,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from leadline.cache import disk
-from leadline.cache.host import PageBytes
-from leadline.cache.lru import EvictionQueue, Key
+from leadline.cache.host import NOWHERE, HostMemory, Item, Shelf
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cache.pool import KVCache
 from leadline.cache.sequence import Sequence
@@ -45,24 +44,20 @@ from leadline.config.layers import plan_layers
 from leadline.errors import CapacityError, RequestError
 from leadline.model.step import PREFILL_MODES, Prefill, layer_starts
 
-NOWHERE = -1  # page number of what is not on the device
 
+class Node(Item):
+    """One page of a path. The root has no bytes."""
 
-class Node:
-    """One page of a path. Its bytes are on the device (`page`) or in host memory (`data`); neither: root or removed."""
+    __slots__ = ("children", "depth", "key", "num_on_device", "parent", "snapshot")
 
-    __slots__ = ("children", "data", "depth", "key", "num_on_device", "page", "parent", "snapshot", "stamp")
-
-    def __init__(self, parent: Node | None, key: bytes, depth: int) -> None:
+    def __init__(self, parent: Node | None, key: bytes, stamp: int = 0) -> None:
+        super().__init__(stamp)
         self.parent = parent
         self.key = key
-        self.depth = depth  # tokens up to this page's end
-        self.page = NOWHERE
-        self.data: Tensor | None = None
+        self.depth: int = 0 if parent is None else parent.depth + PAGE_TOKENS  # tokens up to this page's end
         self.children: dict[bytes, Node] = {}
         self.num_on_device = 0  # children there
         self.snapshot: Snapshot | None = None
-        self.stamp = 0
 
     def path(self) -> list[Node]:
         """The nodes from below the root to this one."""
@@ -81,17 +76,17 @@ class Node:
             stack += node.children.values()
 
 
-@dataclass(eq=False, slots=True)
-class Snapshot:
+class Snapshot(Item):
     """The window before a node's end. `above` and `below` are the nearest snapshots on the paths through the node."""
 
-    node: Node
-    window_from: tuple[int, ...]
-    page: int = NOWHERE
-    data: Tensor | None = None
-    above: Snapshot | None = None
-    below: set[Snapshot] = field(default_factory=set)
-    stamp: int = 0
+    __slots__ = ("above", "below", "node", "window_from")
+
+    def __init__(self, node: Node, window_from: tuple[int, ...], stamp: int) -> None:
+        super().__init__(stamp)
+        self.node = node
+        self.window_from = window_from
+        self.above: Snapshot | None = None
+        self.below: set[Snapshot] = set()
 
     def missing_rows(self, window: int) -> int:
         """Window rows, over all layers, that a trimmed prefill left out."""
@@ -107,24 +102,9 @@ class Hit:
     the tokens, at least `length`: where other prompts went on differently, or a snapshot is missing or does not serve.
     """
 
-    ids: Ids[int]
-    limit: int
-    keep_from: int | None
     length: int
     branch: int
     snapshot: Snapshot | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStats:
-    """nodes, snapshots: in the tree, wherever their bytes are. host_bytes: in the host tier. lookups: hits opened,
-    those of length 0 included; hit_tokens: their lengths together."""
-
-    nodes: int
-    snapshots: int
-    host_bytes: int
-    lookups: int
-    hit_tokens: int
 
 
 class PrefixCache:
@@ -146,27 +126,22 @@ class PrefixCache:
             )
         self.mode = mode
         self.max_snapshots = max_snapshots
-        self.host_bytes = host_bytes
-        self.page_bytes = PageBytes(cache.page_planes(), cache.device)
-        self.window_bytes = PageBytes(cache.window_planes(), cache.device)
-        self._cache = cache
+        self.host = HostMemory(host_bytes)
+        # Nodes may leave the device with none on it below, host memory with none below; snapshots at any time.
+        self.pages: Shelf[Node] = Shelf(cache.pages, cache.page_planes(), cache.device, self.host)
+        self.windows: Shelf[Snapshot] = Shelf(cache.window_pages, cache.window_planes(), cache.device, self.host)
         self.num_layers = cache.config.num_hidden_layers
+        self.clock = 0  # moves on with every change of what the tree knows
+        self._cache = cache
         self._split_layer = plan_layers(cache.config).split_layer
-        self._clock = 0
-        self._lookups = 0
-        self._hit_tokens = 0
+        self._loading: set[Item] = set()  # must stay in host memory until copied to the device
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self.root = Node(None, b"", 0)
+        self.root = Node(None, b"")
         self.num_nodes = 0
         self.num_snapshots = 0
-        self.host_used = 0
         self._cursors: WeakKeyDictionary[Sequence, Node] = WeakKeyDictionary()  # deepest node of a running sequence
-        self._leaves: EvictionQueue[Node] = EvictionQueue()  # nodes on the device with none on the device below
-        self._snapshots: EvictionQueue[Snapshot] = EvictionQueue()  # on the device
-        self._host: EvictionQueue[Node | Snapshot] = EvictionQueue()  # host nodes with nothing below, host snapshots
-        self._loading: set[Node | Snapshot] = set()  # must stay in the host tier until copied to the device
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -205,7 +180,7 @@ class PrefixCache:
             if node.snapshot is not None and self._serves(node.snapshot, starts):
                 break
             node = node.parent
-        return Hit(ids=ids, limit=limit, keep_from=keep_from, length=node.depth, branch=branch, snapshot=node.snapshot)
+        return Hit(length=node.depth, branch=branch, snapshot=node.snapshot)
 
     def _serves(self, snapshot: Snapshot, starts: list[int]) -> bool:
         if self.mode == "replay":
@@ -217,63 +192,50 @@ class PrefixCache:
                 return False
         return True
 
-    def open(self, hit: Hit) -> Sequence:
-        """A sequence that starts with the first `hit.length` tokens processed.
+    def open(
+        self, ids: Ids[int], *, limit: int, keep_from: int | None = None, num_pages: int = 0
+    ) -> tuple[Sequence, Hit]:
+        """A sequence that starts with what `lookup`, with the same arguments, has of a prompt.
 
-        Pages in host memory are copied back first. If what was found has been evicted since, the prompt is looked up
-        again: `length` of the sequence says what was reused. Open the sequence before making room for its other pages,
-        because it holds what it reuses.
+        Pages in host memory are copied back first. num_pages: global pages that the sequence will have in all; those
+        that it does not reuse are free afterwards.
 
         Raises:
-            CapacityError: no slot, or no room for the pages in host memory. The tree still has all it had.
+            CapacityError: no slot, or no room for these pages. Nothing has been copied, the tree has all it had.
         """
-        snapshot = hit.snapshot
-        if snapshot is not None and snapshot.node.snapshot is not snapshot:
-            hit = self.lookup(hit.ids, limit=hit.limit, keep_from=hit.keep_from)
-            snapshot = hit.snapshot
-        if snapshot is None:
-            sequence = self._cache.open()
-        else:
-            sequence = self._resume(snapshot, hit.ids)
-        self._lookups += 1
-        self._hit_tokens += sequence.length
-        return sequence
+        hit = self.lookup(ids, limit=limit, keep_from=keep_from)
+        if hit.snapshot is not None:
+            return self._resume(hit.snapshot, ids, num_pages), hit
+        self._need_room(num_pages, 0)
+        return self._cache.open(), hit
 
-    def _resume(self, snapshot: Snapshot, ids: Ids[int]) -> Sequence:
-        pages, window_pages = self._cache.pages, self._cache.window_pages
-        path = snapshot.node.path()
+    def _resume(self, snapshot: Snapshot, ids: Ids[int], num_pages: int) -> Sequence:
+        node, path = snapshot.node, snapshot.node.path()
         missing = [node for node in path if node.page == NOWHERE]
-        held = [node.page for node in path[: len(path) - len(missing)]]
-        for page in held:
-            pages.share(page)
-        held_window = snapshot.page
-        if held_window != NOWHERE:
-            window_pages.share(held_window)
+        num_windows = int(snapshot.page == NOWHERE)
+        held = [(self.pages.allocator, node.page) for node in path if node.page != NOWHERE]
+        if not num_windows:
+            held.append((self.windows.allocator, snapshot.page))
+        for allocator, page in held:
+            allocator.share(page)
         self._loading = {*missing, snapshot}
         try:
-            num_windows = int(held_window == NOWHERE)
-            if not self.make_room(len(missing), num_windows):
-                raise CapacityError(
-                    f"prefix cache: {len(missing)} pages and {num_windows} window pages needed to load from host "
-                    f"memory, {self.available_pages} and {self.available_windows} available; end a request or raise "
-                    "max_tokens"
-                )
-            for node in missing:
-                self._load(node)
-            if held_window == NOWHERE:
-                self._load_snapshot(snapshot)
-            node = snapshot.node
-            sequence = self._cache.resume(
-                ids, node.depth, [node.page for node in path], snapshot.page, snapshot.window_from
-            )
+            self._need_room(max(len(missing), num_pages - len(path) + len(missing)), num_windows)
+            for item in missing:
+                self.pages.load(item)
+                self._arrived(item)
+            if num_windows:
+                self.windows.load(snapshot)
+                self._refresh_snapshot(snapshot)
+                self._trim_snapshots()
+            pages = [node.page for node in path]
+            sequence = self._cache.resume(ids, node.depth, pages, snapshot.page, snapshot.window_from)
             snapshot.stamp = node.stamp = self._tick()
         finally:
             self._loading = set()
             self._trim_snapshots()
-            for page in held:
-                pages.release(page)
-            if held_window != NOWHERE:
-                window_pages.release(held_window)
+            for allocator, page in held:
+                allocator.release(page)
         self._refresh(node)
         self._refresh_snapshot(snapshot)
         self._cursors[sequence] = node
@@ -298,17 +260,16 @@ class PrefixCache:
         kept = sequence.snapshot_window(length)
         if kept is None:
             return
-        new = Snapshot(node, kept.window_from, kept.window_page, stamp=self._tick())
-        old, window = node.snapshot, self._cache.window
+        new, old, window = Snapshot(node, kept.window_from, self._tick()), node.snapshot, self._cache.window
         if old is not None:
             gain = old.missing_rows(window) - new.missing_rows(window)
             if gain < 0 or (gain == 0 and old.page != NOWHERE):
-                self._cache.window_pages.release(kept.window_page)
+                self.windows.allocator.release(kept.window_page)
                 old.stamp = new.stamp
                 self._refresh_snapshot(old)
                 return
             self._drop_snapshot(old)
-        self._cache.window_pages.keep(new.page)
+        self.windows.place(new, kept.window_page)
         self._link(new)
         self._trim_snapshots()
 
@@ -319,9 +280,10 @@ class PrefixCache:
             key, index = page_key(ids, node.depth), node.depth // PAGE_TOKENS
             child = node.children.get(key)
             if child is None:
-                child = self._add(node, key)
+                child = self._add(Node(node, key))
             if child.page == NOWHERE:  # new, or in host memory: then the sequence has the same bytes on the device
-                self._place(child, sequence.share_page(index))
+                self.pages.place(child, sequence.share_page(index))
+                self._arrived(child)
             elif child.page != sequence.pages[index]:
                 sequence.adopt_page(index, child.page)
             node = child
@@ -335,51 +297,32 @@ class PrefixCache:
 
     # Room -------------------------------------------------------------------------------------------------------------
 
-    @property
-    def available_pages(self) -> int:
-        """Global pages that are free or could be made so."""
-        return self._cache.pages.num_free + self._cache.pages.num_idle
-
-    @property
-    def available_windows(self) -> int:
-        """Window pages that are free or could be made so."""
-        return self._cache.window_pages.num_free + self._cache.window_pages.num_idle
-
     def make_room(self, pages: int, windows: int) -> bool:
         """Evict until so many global pages and window pages are free. False, nothing evicted, if they cannot be."""
-        if self.available_pages < pages or self.available_windows < windows:
+        if self.pages.num_available < pages or self.windows.num_available < windows:
             return False
-        if self._cache.pages.num_free < pages:
-            for node in self._leaves.take(lambda node: self._cache.pages.ref_count(node.page) == 1):
-                self._evict(node)
-                if self._cache.pages.num_free >= pages:
-                    break
-        if self._cache.window_pages.num_free < windows:
-            for snapshot in self._snapshots.take(lambda s: self._cache.window_pages.ref_count(s.page) == 1):
-                self._evict_snapshot(snapshot)
-                if self._cache.window_pages.num_free >= windows:
-                    break
+        for node in self.pages.leaving.take(self.pages.is_idle, lambda: self.pages.allocator.num_free >= pages):
+            self._evict(node)
+        for snapshot in self.windows.leaving.take(
+            self.windows.is_idle, lambda: self.windows.allocator.num_free >= windows
+        ):
+            self._evict_snapshot(snapshot)
         return True
+
+    def _need_room(self, pages: int, windows: int) -> None:
+        if not self.make_room(pages, windows):
+            raise CapacityError(
+                f"prefix cache: {pages} pages and {windows} window pages needed, {self.pages.num_available} and "
+                f"{self.windows.num_available} available; end a request or raise max_tokens"
+            )
 
     def clear(self) -> None:
         """Forget everything. Running sequences keep their pages, and may be inserted again."""
         for node in self.root.walk():
-            if node.page != NOWHERE:
-                self._cache.pages.drop(node.page)
-            if node.snapshot is not None and node.snapshot.page != NOWHERE:
-                self._cache.window_pages.drop(node.snapshot.page)
-            node.page, node.data, node.snapshot = NOWHERE, None, None
+            self.pages.drop(node)
+            if node.snapshot is not None:
+                self.windows.drop(node.snapshot)
         self._start_empty()
-
-    @property
-    def stats(self) -> PrefixStats:
-        return PrefixStats(
-            nodes=self.num_nodes,
-            snapshots=self.num_snapshots,
-            host_bytes=self.host_used,
-            lookups=self._lookups,
-            hit_tokens=self._hit_tokens,
-        )
 
     # Disk -------------------------------------------------------------------------------------------------------------
 
@@ -401,134 +344,89 @@ class PrefixCache:
 
     def restore_node(self, parent: Node, key: bytes, stamp: int, read: Callable[[], Tensor]) -> Node | None:
         """For `load`: the child of `parent` with these ids, its bytes read if it is new. None: there is no room."""
-        node = parent.children.get(key)
-        if node is not None:
-            return node
-        on_device = parent is self.root or parent.page != NOWHERE
-        if on_device and self._cache.pages.num_free:
-            node = self._add(parent, key)
-            (page,) = self._cache.pages.allocate(1)
-            self.page_bytes.write(page, read())
-            self._place(node, page)
-        elif self.host_used + self.page_bytes.num_bytes <= self.host_bytes:
-            node = self._add(parent, key)
-            node.data = self.page_bytes.to_host(read())
-            self.host_used += self.page_bytes.num_bytes
-            self._refresh(parent)
-        else:
+        if key in parent.children:
+            return parent.children[key]
+        node = Node(parent, key, stamp)
+        if not self.pages.restore(node, read, on_device=parent is self.root or parent.page != NOWHERE):
             return None
-        self._clock = max(self._clock, stamp)
-        node.stamp = stamp
+        self._add(node)
+        if node.page != NOWHERE:
+            self._arrived(node)
         self._refresh(node)
+        self._refresh(parent)
+        self.clock = max(self.clock, stamp)
         return node
 
     def restore_snapshot(
         self, node: Node, window_from: tuple[int, ...], stamp: int, read: Callable[[], Tensor]
     ) -> None:
         """For `load`: give the node this snapshot, if it has none and there is room."""
-        if node.snapshot is not None:
-            return
-        snapshot = Snapshot(node, window_from, stamp=stamp)
-        if len(self._snapshots) < self.max_snapshots and self._cache.window_pages.num_free:
-            (snapshot.page,) = self._cache.window_pages.allocate(1)
-            self._cache.window_pages.keep(snapshot.page)
-            self.window_bytes.write(snapshot.page, read())
-        elif self.host_used + self.window_bytes.num_bytes <= self.host_bytes:
-            snapshot.data = self.window_bytes.to_host(read())
-            self.host_used += self.window_bytes.num_bytes
-        else:
-            return
-        self._clock = max(self._clock, stamp)
-        self._link(snapshot)
+        snapshot = Snapshot(node, window_from, stamp)
+        on_device = len(self.windows.leaving) < self.max_snapshots
+        if node.snapshot is None and self.windows.restore(snapshot, read, on_device=on_device):
+            self._link(snapshot)
+            self.clock = max(self.clock, stamp)
 
     # Nodes ------------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+        self.clock += 1
+        return self.clock
 
-    def _add(self, parent: Node, key: bytes) -> Node:
-        node = parent.children[key] = Node(parent, key, parent.depth + PAGE_TOKENS)
+    def _add(self, node: Node) -> Node:
+        assert node.parent is not None
+        node.parent.children[node.key] = node
         self.num_nodes += 1
         return node
 
-    def _place(self, node: Node, page: int) -> None:
-        """The node's bytes are in this page now; the caller's reference becomes the tree's."""
+    def _arrived(self, node: Node) -> None:
+        """The node is on the device now."""
         assert node.parent is not None
-        self._cache.pages.keep(page)
-        node.page = page
         node.parent.num_on_device += 1
-        if node.data is not None:
-            node.data = None
-            self.host_used -= self.page_bytes.num_bytes
         self._refresh(node)
         self._refresh(node.parent)
 
-    def _load(self, node: Node) -> None:
-        assert node.data is not None
-        data = node.data
-        (page,) = self._cache.pages.allocate(1)
-        self.page_bytes.write(page, data)
-        self._place(node, page)
-
     def _refresh(self, node: Node) -> None:
         """Puts the node where it is up for eviction, or takes it out, after a change of it or of its children."""
-        key: Key = (node.snapshot is not None or bool(node.children), node.stamp)
-        if node.page != NOWHERE and not node.num_on_device:
-            self._leaves.put(node, key)
-        else:
-            self._leaves.remove(node)
-        if node.data is not None and not node.children:
-            self._host.put(node, key)
-        else:
-            self._host.remove(node)
+        is_free = not (node.num_on_device if node.page != NOWHERE else node.children)
+        self.pages.queue(node, (node.snapshot is not None or bool(node.children), node.stamp), is_free=is_free)
 
     def _evict(self, node: Node) -> None:
         """A leaf leaves the device. Without any use for a resume it is not worth host memory."""
-        assert node.parent is not None
-        fits = self.page_bytes.num_bytes <= self.host_bytes
-        data = self.page_bytes.read(node.page) if fits and (node.snapshot or node.children) else None
-        self._cache.pages.drop(node.page)
-        node.page = NOWHERE
         parent = node.parent
+        assert parent is not None
         parent.num_on_device -= 1
-        parent.stamp = max(parent.stamp, node.stamp)
-        if data is None:
+        if self.pages.bytes.num_bytes > self.host.max_bytes or not (node.snapshot or node.children):
             self._remove(node)
-        else:
-            node.data = data
-            self.host_used += self.page_bytes.num_bytes
-            self._refresh(node)
-            self._refresh(parent)
-            self._trim_host()
+            return
+        self.pages.unload(node)
+        parent.stamp = max(parent.stamp, node.stamp)
+        self._refresh(node)
+        self._refresh(parent)
+        self._trim_host()
 
     def _remove(self, node: Node) -> None:
-        """Takes a node with nothing below it, and not on the device, out of the tree."""
-        assert node.parent is not None
-        assert not node.children
+        """Takes a node with nothing below it out of the tree. Its parent no longer counts it as being on the device."""
         parent = node.parent
+        assert parent is not None
+        assert not node.children
         if node.snapshot is not None:
             self._drop_snapshot(node.snapshot)
-        if node.data is not None:
-            node.data = None
-            self.host_used -= self.page_bytes.num_bytes
+        self.pages.drop(node)
         del parent.children[node.key]
         self.num_nodes -= 1
         parent.stamp = max(parent.stamp, node.stamp)
-        self._refresh(node)
         self._refresh(parent)
 
     def _trim_host(self) -> None:
         """Drops from the host tier what is beyond its budget."""
-        if self.host_used <= self.host_bytes:
-            return
-        for item in self._host.take(lambda item: item not in self._loading):
+        for item in self.host.leaving.take(
+            lambda item: item not in self._loading, lambda: self.host.used <= self.host.max_bytes
+        ):
             if isinstance(item, Node):
                 self._remove(item)
-            else:
+            elif isinstance(item, Snapshot):
                 self._drop_snapshot(item)
-            if self.host_used <= self.host_bytes:
-                break
 
     # Snapshots --------------------------------------------------------------------------------------------------------
 
@@ -565,43 +463,20 @@ class PrefixCache:
     def _refresh_snapshot(self, snapshot: Snapshot) -> None:
         """As `_refresh`, for a snapshot: after a change of where it is, of its use, or of the snapshots below."""
         is_link = len(snapshot.below) == 1
-        key: Key = (not is_link, snapshot.stamp)
-        if snapshot.page != NOWHERE:
-            self._snapshots.put(snapshot, key)
-        else:
-            self._snapshots.remove(snapshot)
-        if snapshot.data is not None:
-            self._host.put(snapshot, key)
-        else:
-            self._host.remove(snapshot)
-
-    def _load_snapshot(self, snapshot: Snapshot) -> None:
-        assert snapshot.data is not None
-        (page,) = self._cache.window_pages.allocate(1)
-        self.window_bytes.write(page, snapshot.data)
-        self._cache.window_pages.keep(page)
-        snapshot.page, snapshot.data = page, None
-        self.host_used -= self.window_bytes.num_bytes
-        self._refresh_snapshot(snapshot)
-        self._trim_snapshots()
+        self.windows.queue(snapshot, (not is_link, snapshot.stamp), is_free=True)
 
     def _trim_snapshots(self) -> None:
         """Evicts from the device what is beyond the budget."""
-        if len(self._snapshots) <= self.max_snapshots:
-            return
-        for snapshot in self._snapshots.take(lambda s: s not in self._loading):
+        for snapshot in self.windows.leaving.take(
+            lambda snapshot: snapshot not in self._loading, lambda: len(self.windows.leaving) <= self.max_snapshots
+        ):
             self._evict_snapshot(snapshot)
-            if len(self._snapshots) <= self.max_snapshots:
-                break
 
     def _evict_snapshot(self, snapshot: Snapshot) -> None:
-        if self.window_bytes.num_bytes > self.host_bytes:
+        if self.windows.bytes.num_bytes > self.host.max_bytes:
             self._drop_snapshot(snapshot)
             return
-        snapshot.data = self.window_bytes.read(snapshot.page)
-        self.host_used += self.window_bytes.num_bytes
-        self._cache.window_pages.drop(snapshot.page)
-        snapshot.page = NOWHERE
+        self.windows.unload(snapshot)
         self._refresh_snapshot(snapshot)
         self._trim_host()
 
@@ -613,14 +488,9 @@ class PrefixCache:
             above.below.discard(snapshot)
             above.below |= snapshot.below
             self._refresh_snapshot(above)
-        if snapshot.page != NOWHERE:
-            self._cache.window_pages.drop(snapshot.page)
-        else:
-            self.host_used -= self.window_bytes.num_bytes
-        snapshot.page, snapshot.data = NOWHERE, None
+        self.windows.drop(snapshot)
         snapshot.node.snapshot = None
         self.num_snapshots -= 1
-        self._refresh_snapshot(snapshot)
         self._refresh(snapshot.node)
 
 

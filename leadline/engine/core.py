@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,51 +23,19 @@ from torch import Tensor
 
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cache.prefix import PrefixCache
-from leadline.engine.model_api import Model
+from leadline.engine.model_api import Model, StepOutput
 from leadline.engine.request import Delta, FinishReason, Request, check_prompt
+from leadline.engine.room import Job, Room
 from leadline.engine.sampler import Sampler, logprobs_of
-from leadline.engine.scheduler import Entry, Scheduler, StepPlan
-from leadline.engine.speculate import DraftBudget, Proposal, Speculation, StepRows, accept, propose
+from leadline.engine.scheduler import Scheduler, StepPlan
+from leadline.engine.speculate import DraftBudget, Proposal, Speculation, StepRows, accept, accept_all, propose
 from leadline.engine.text_stream import TextStream
 from leadline.errors import CapacityError, EngineError, LeadlineError, NumericsError, RequestError, SamplingError
 from leadline.model.step import PREFILL_MODES, Prefill, Run
 from leadline.text.chat import hidden_ids
-from leadline.text.grammar import Matcher
 from leadline.text.tokenizer import Tokenizer
 
-SNAPSHOT_TOKENS = 4096  # a long prompt can be resumed at every multiple
-
 logger = logging.getLogger("leadline.engine")
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job(Entry):
-    """One sequence from arrival to its last token.
-
-    token_ids, cache_ids: all that is known, prompt and answer; the last token of an answer is not processed yet.
-    """
-
-    ticket: int
-    sample: int
-    request: Request
-    prompt_length: int
-    token_ids: list[int]
-    cache_ids: list[int]
-    sampler: Sampler
-    text: TextStream | None
-    matcher: Matcher | None
-    stop_ids: frozenset[int]
-    eos_id: int
-    max_tokens: int
-    use_cache: bool
-    sequence: Any = None  # while running
-    keep_from: int | None = None
-    cached_tokens: int | None = None  # of the first admission
-    refused_at: int | None = None  # pages that were available when it did not fit
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.prompt_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +114,9 @@ class EngineCore:
             self.max_drafts if cache.max_sequences * (1 + self.max_drafts) <= cache.max_step_tokens else 0
         )
         self._clock = clock
+        self._room = Room(cache, self.prefix, prefill)
         self._scheduler: Scheduler[Job] = Scheduler(
-            self, max_step_tokens=cache.max_step_tokens, max_waiting=max_waiting
+            self._room, max_step_tokens=cache.max_step_tokens, max_waiting=max_waiting
         )
         self._draft_budget = DraftBudget()
         self._tickets = itertools.count()
@@ -181,7 +151,7 @@ class EngineCore:
     def cancel(self, ticket: int) -> None:
         """End all sequences of a request, without a delta. Unknown and ended tickets are ignored."""
         for job in list(self._jobs.get(ticket, ())):
-            self._close(job)
+            self._room.close(job)
             self._end(job, "cancelled")
 
     def is_open(self, ticket: int) -> bool:
@@ -200,7 +170,7 @@ class EngineCore:
     @property
     def prompt_tokens_done(self) -> int:
         """Prompt tokens processed or taken from the prefix cache since the start."""
-        return self._count["prompt_tokens"]
+        return self._count["prompt_tokens"] + self._room.cached_tokens
 
     def _make_jobs(self, ticket: int, request: Request) -> list[Job]:
         params, config = request.params, self.model.config
@@ -238,8 +208,8 @@ class EngineCore:
                     sample=sample,
                     request=request,
                     prompt_length=length,
-                    token_ids=list(request.token_ids),
-                    cache_ids=list(request.token_ids if request.cache_ids is None else request.cache_ids),
+                    token_ids=array("q", request.token_ids),
+                    cache_ids=array("q", request.token_ids if request.cache_ids is None else request.cache_ids),
                     sampler=Sampler(params, seed, sample, sorted(stop_ids), length + params.min_tokens),
                     text=None if self.tokenizer is None else TextStream(self.tokenizer, params, self._hidden),
                     matcher=None if request.grammar is None else request.grammar.matcher(in_reasoning),
@@ -261,73 +231,9 @@ class EngineCore:
             raise SamplingError(
                 f"min_tokens: expected 0 with a grammar, got {params.min_tokens}: a complete document may only end"
             )
-        if request.cache_ids is not None and len(request.cache_ids) != len(request.token_ids):
-            raise RequestError(
-                f"cache_ids: expected {len(request.token_ids)} like token_ids, got {len(request.cache_ids)}"
-            )
-
-    # The scheduler's host ---------------------------------------------------------------------------------------------
-
-    def admit(self, entry: Job) -> bool:
-        available = self._available_pages()
-        if not self.cache.num_free_slots or entry.refused_at == available:
-            return False
-        entry.refused_at = available
-        sequence = self._open(entry)
-        if sequence is None:
-            return False
-        entry.sequence, entry.refused_at = sequence, None
-        entry.computed = sequence.length
-        if entry.cached_tokens is None:
-            entry.cached_tokens = sequence.length
-            self._count["cached_tokens"] += sequence.length
-            self._count["prompt_tokens"] += sequence.length
-        return True
-
-    def _open(self, job: Job) -> Any:
-        """A sequence with pages for the target and one token more, or None."""
-        if self.prefix is None or not job.use_cache:
-            sequence = self.cache.open()
-        else:
-            # After a preemption all that is known is a prompt, except under replay, where the prompt's length matters.
-            known = job.prompt_length if self.prefill == "replay" else job.target
-            ids = job.cache_ids[:known]
-            border = self.prefix.last_border(known)
-            job.keep_from = max(0, border - PAGE_TOKENS)
-            hit = self.prefix.lookup(ids, limit=known, keep_from=job.keep_from)
-            try:
-                sequence = self.prefix.open(hit)
-            except CapacityError:
-                return None
-            cuts = {*range(SNAPSHOT_TOKENS, known, SNAPSHOT_TOKENS), hit.branch}
-            if self.prefill == "replay" or known % PAGE_TOKENS == 0:  # else the prompt's end serves its next time
-                cuts.add(border)
-            job.cuts = sorted(cut for cut in cuts if cut > sequence.length)
-        if self._reserve(sequence, job.target + 1):
-            return sequence
-        sequence.close()
-        return None
-
-    def reserve(self, entry: Job, length: int) -> bool:
-        return self._reserve(entry.sequence, length)
-
-    def _reserve(self, sequence: Any, length: int) -> bool:
-        need = -(-length // PAGE_TOKENS) - len(sequence.pages)
-        if need <= 0:
-            return True
-        if need > self.cache.pages.num_free and (self.prefix is None or not self.prefix.make_room(need, 0)):
-            return False
-        sequence.reserve_pages(length)
-        return True
-
-    def evict(self, entry: Job) -> None:
-        self._close(entry)
-        if entry.num_generated:
-            entry.target = len(entry.token_ids) - 1
-        entry.computed = 0
-
-    def _available_pages(self) -> int:
-        return self.cache.pages.num_free if self.prefix is None else self.prefix.available_pages
+        rows, width = request.image_rows, self.model.config.hidden_size
+        if rows is not None and rows.shape[1] != width:
+            raise RequestError(f"image_rows: expected [n, {width}], as wide as the model, got {list(rows.shape)}")
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -353,20 +259,17 @@ class EngineCore:
             if not batch:
                 return deltas
             output = self.model.step([run for _, run, _ in batch], self.cache)
-            rows = StepRows(output.rows) if len(output.rows) else None
+            drawn = self._draw(batch, output)
         except Exception as error:
             deltas += self._step_failed(plan, error)
             return deltas
-        first = 0
-        for (job, run, proposal), logits_LV in zip(batch, output.logits, strict=True):
+        for (job, run, proposal), logits_LV, tokens in zip(batch, output.logits, drawn, strict=True):
             self._count["prompt_tokens"] += max(0, min(job.prompt_length, run.sequence.length) - job.computed)
-            count = len(logits_LV)
-            if rows is not None and count:
-                deltas.append(self._take(job, run, rows, first, logits_LV, proposal))
-                first += count
-            else:
+            if tokens is None:
                 job.computed = job.sequence.length
-                self._remember(job)
+                self._room.remember(job)
+            else:
+                deltas.append(self._take(job, run, tokens, logits_LV, proposal))
         seconds = self._clock() - start
         self._step_seconds += seconds
         self._count["steps"] += 1
@@ -425,7 +328,7 @@ class EngineCore:
         if self.prefill == "replay":
             known = job.prompt_length
         logits_from = known - 1 if not job.num_generated else job.target
-        ids_T = torch.tensor(job.token_ids[start : start + count], dtype=torch.int64)
+        ids_T = torch.frombuffer(job.token_ids[start : start + count], dtype=torch.int64)
         run = Run(job.sequence, ids_T, logits_from, known, self.prefill, keep_from=job.keep_from)
         types_T, rows = job.request.token_types, job.request.image_rows
         if types_T is not None and rows is not None and start < job.prompt_length:
@@ -436,11 +339,25 @@ class EngineCore:
             run.image_rows = rows[first:last]
         return run
 
-    def _take(self, job: Job, run: Run, rows: StepRows, first: int, logits_LV: Tensor, proposal: Proposal) -> Delta:
+    def _draw(self, batch: list[tuple[Job, Run, Proposal]], output: StepOutput) -> list[list[int] | Exception | None]:
+        """New tokens, or why there are none, of every run whose logits were wanted."""
+        counts = [len(logits_LV) for logits_LV in output.logits]
+        if not any(counts):
+            return [None] * len(batch)
+        rows, acceptances, first = StepRows(output.rows), [], 0
+        for (job, run, proposal), count in zip(batch, counts, strict=True):
+            if count:
+                acceptances.append(accept(job.sampler, rows, first, proposal, run.logits_from + 1, job.matcher))
+                first += count
+        drawn = iter(accept_all(rows, acceptances))
+        return [next(drawn) if count else None for count in counts]
+
+    def _take(self, job: Job, run: Run, tokens: list[int] | Exception, logits_LV: Tensor, proposal: Proposal) -> Delta:
         """Takes over what a step found for a sequence: one token, or the accepted drafts and one token."""
         position = run.logits_from + 1
         try:
-            tokens = accept(job.sampler, rows, first, proposal, position, job.matcher)
+            if isinstance(tokens, Exception):
+                raise tokens
             delta = self._delta(job, tokens, logits_LV, len(proposal.token_ids))
         except Exception as error:
             return self._failed(job, _typed(error))
@@ -451,10 +368,10 @@ class EngineCore:
         was_prompt = job.computed < job.target
         job.computed = job.sequence.length
         if delta.finish_reason is not None:
-            self._close(job)
+            self._room.close(job)
             self._end(job, delta.finish_reason)
         elif was_prompt:
-            self._remember(job)
+            self._room.remember(job)
         return delta
 
     def _delta(self, job: Job, tokens: list[int], logits_LV: Tensor, drafted: int) -> Delta:
@@ -477,8 +394,8 @@ class EngineCore:
                 break
         if reason is not None and job.text is not None:
             text += job.text.finish()
-        job.token_ids += tokens
-        job.cache_ids += tokens
+        job.token_ids.extend(tokens)
+        job.cache_ids.extend(tokens)
         top = job.request.params.logprobs
         return Delta(
             request=job.ticket,
@@ -495,7 +412,7 @@ class EngineCore:
     # Ends -------------------------------------------------------------------------------------------------------------
 
     def _expired(self, job: Job) -> Delta:
-        self._close(job)
+        self._room.close(job)
         self._end(job, "timeout")
         error = EngineError(f"timeout: the request took longer than {job.request.timeout} s; raise its timeout")
         return self._last_delta(job, "timeout", error)
@@ -506,16 +423,14 @@ class EngineCore:
             self._count["numerics_errors"] += 1
             if self.prefix is not None:
                 self.prefix.clear()  # its prompt chunks are in there already
-        if job.sequence is not None:
-            job.sequence.close()
-            job.sequence = None
+        self._room.close(job, keep=False)
         self._end(job, "error")
         return self._last_delta(job, "error", error)
 
     def _no_room(self) -> CapacityError:
         cache = self.cache
         return CapacityError(
-            f"cache: {self._available_pages()} of {cache.pages.num_pages} pages and {cache.num_free_slots} of "
+            f"cache: {self._room.num_available} of {cache.pages.num_pages} pages and {cache.num_free_slots} of "
             f"{cache.max_sequences} slots can be had, too few for the next sequence although none runs; whoever uses "
             "this cache beside the engine holds the rest"
         )
@@ -538,34 +453,6 @@ class EngineCore:
             error=error,
         )
 
-    def _remember(self, job: Job) -> None:
-        """Make what is processed of a prompt known to the prefix cache; windows where a chunk had to end and at the
-        last border."""
-        if self.prefix is None or not job.use_cache:
-            return
-        length = job.sequence.length
-        self.prefix.insert(job.sequence, job.cache_ids)
-        if length in job.cuts:
-            self.prefix.snapshot(job.sequence, job.cache_ids, length)
-        elif length >= job.target:
-            self._snapshot_end(job)
-
-    def _snapshot_end(self, job: Job) -> None:
-        assert self.prefix is not None
-        border = job.sequence.length // PAGE_TOKENS * PAGE_TOKENS
-        if border:
-            self.prefix.snapshot(job.sequence, job.cache_ids, border)
-
-    def _close(self, job: Job) -> None:
-        """Give back what a sequence holds; the prefix cache keeps what it can."""
-        if job.sequence is None:
-            return
-        if self.prefix is not None and job.use_cache:
-            self.prefix.insert(job.sequence, job.cache_ids)
-            self._snapshot_end(job)
-        job.sequence.close()
-        job.sequence = None
-
     def _end(self, job: Job, reason: FinishReason) -> None:
         self._scheduler.remove(job)
         self._finished[reason] += 1
@@ -578,27 +465,26 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         cache, prefix, count = self.cache, self.prefix, self._count
-        tree = None if prefix is None else prefix.stats
         return EngineStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            prompt_tokens=count["prompt_tokens"],
-            cached_tokens=count["cached_tokens"],
+            prompt_tokens=self.prompt_tokens_done,
+            cached_tokens=self._room.cached_tokens,
             generation_tokens=count["generation_tokens"],
             preemptions=self._scheduler.num_preemptions,
             finished=dict(self._finished),
             numerics_errors=count["numerics_errors"],
             drafted=count["drafted"],
             accepted=count["accepted"],
-            kv_pages_used=cache.pages.num_pages - self._available_pages(),
+            kv_pages_used=cache.pages.num_pages - self._room.num_available,
             kv_pages_total=cache.pages.num_pages,
-            window_pages_used=0 if prefix is None else cache.window_pages.num_pages - prefix.available_windows,
+            window_pages_used=0 if prefix is None else cache.window_pages.num_pages - prefix.windows.num_available,
             window_pages_total=0 if prefix is None else cache.window_pages.num_pages,
             slots_used=cache.max_sequences - cache.num_free_slots,
             slots_total=cache.max_sequences,
-            prefix_nodes=0 if tree is None else tree.nodes,
-            snapshots=0 if tree is None else tree.snapshots,
-            host_bytes=0 if tree is None else tree.host_bytes,
+            prefix_nodes=0 if prefix is None else prefix.num_nodes,
+            snapshots=0 if prefix is None else prefix.num_snapshots,
+            host_bytes=0 if prefix is None else prefix.host.used,
             steps=count["steps"],
             step_seconds=self._step_seconds,
         )

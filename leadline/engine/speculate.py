@@ -12,7 +12,7 @@ Source: architecture.md 4.14; Leviathan et al., arXiv 2211.17192.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leadline.engine.model_api import Model
-from leadline.engine.sampler import Draw, Sampler, pick
+from leadline.engine.sampler import Draw, Sampler, Want, check_finite, draw
 from leadline.errors import NumericsError, RequestError
 from leadline.text.grammar import Matcher
 
@@ -48,16 +48,34 @@ class Speculation:
 
 @dataclass(slots=True)
 class Proposal:
-    """Drafts for one sequence. `probs`: the distribution [V] of each draft, empty for a greedy request. `chances`: of
-    each draft the estimated chance of acceptance, given that those before it are accepted."""
+    """Drafts for one sequence. `weights`: what each draft was drawn from, [V] (`sampler.weights`), empty for a greedy
+    request. `chances`: of each draft the estimated chance of acceptance, given that those before it are accepted."""
 
     token_ids: list[int]
-    probs: list[Tensor]
+    weights: list[Tensor]
     chances: list[float] = field(default_factory=list)
 
     def keep(self, count: int) -> None:
         """Drop all drafts but the first `count`."""
-        del self.token_ids[count:], self.probs[count:], self.chances[count:]
+        del self.token_ids[count:], self.weights[count:], self.chances[count:]
+
+
+class StepRows:
+    """Rows of logits, looked at in one pass.
+
+    logits_NV: float [N, V]. best: the most likely id of each row, the lowest among equals.
+    """
+
+    def __init__(self, logits_NV: Tensor) -> None:
+        self.logits_NV = logits_NV
+        low_N, high_N = logits_NV.aminmax(dim=-1)
+        self._finite: list[bool] = (low_N - high_N).isfinite().tolist()
+        self.best: list[int] = logits_NV.argmax(dim=-1).tolist()
+
+    def check(self, row: int, position: int) -> None:
+        """Raises as `check_finite`."""
+        if not self._finite[row]:
+            check_finite(self.logits_NV[row], position)
 
 
 def propose(
@@ -79,24 +97,27 @@ def propose(
     lengths = [sequence.length for sequence in sequences]
 
     def choose(i: int, logits_BV: Tensor) -> Tensor:
-        chosen = []
+        chosen = [0] * len(sequences)  # where nothing is wanted any more the drafter still needs some id
         rows = StepRows(logits_BV)
-        for b, (sampler, proposal) in enumerate(zip(samplers, proposals, strict=True)):
-            token_id = 0  # where nothing is wanted any more the drafter still needs some id
-            if i < limits[b] and b not in errors:
-                position = lengths[b] + 1 + i
-                try:
-                    if rows.finite[b] and sampler.is_plain(position):
-                        token_id = rows.best[b]
-                    elif sampler.is_greedy:
-                        token_id = sampler.greedy(logits_BV[b], position)
-                    else:
-                        proposal.probs.append(sampler.probs(logits_BV[b], position))
-                        token_id = pick(proposal.probs[-1], sampler.uniform(Draw.DRAFT, position))
-                    proposal.token_ids.append(token_id)
-                except NumericsError as error:
-                    errors[b] = error
-            chosen.append(token_id)
+        wants: list[Want] = []
+        for b, sampler in enumerate(samplers):
+            if i >= limits[b] or b in errors:
+                continue
+            position = lengths[b] + 1 + i
+            try:
+                rows.check(b, position)
+            except NumericsError as error:
+                errors[b] = error
+                continue
+            if sampler.is_plain(position):
+                chosen[b] = rows.best[b]
+            else:
+                wants.append(Want(b, sampler, position))
+            proposals[b].token_ids.append(chosen[b])
+        for want, (token_id, weights_V) in zip(wants, draw(logits_BV, wants, Draw.DRAFT), strict=True):
+            chosen[want.row] = proposals[want.row].token_ids[-1] = token_id
+            if not want.sampler.is_greedy:
+                proposals[want.row].weights.append(weights_V)
         return torch.tensor(chosen, dtype=torch.int64, device=logits_BV.device)
 
     anchor_ids_B = torch.tensor(anchors, dtype=torch.int64)
@@ -108,24 +129,13 @@ def propose(
     return [errors.get(b, proposal) for b, proposal in enumerate(proposals)]
 
 
-class StepRows:
-    """Rows of logits, looked at in one pass.
-
-    logits_NV: float [N, V]. best: the most likely id of each row, the lowest among equals. finite: rows without NaN and
-    infinity.
-    """
-
-    def __init__(self, logits_NV: Tensor) -> None:
-        self.logits_NV = logits_NV
-        low_N, high_N = logits_NV.aminmax(dim=-1)
-        self.finite: list[bool] = (low_N - high_N).isfinite().tolist()
-        self.best: list[int] = logits_NV.argmax(dim=-1).tolist()
+Acceptance = Generator[Want, int, list[int]]  # asks for a token and gets it, until it knows all of its sequence
 
 
 def accept(
     sampler: Sampler, rows: StepRows, first: int, proposal: Proposal, position: int, matcher: Matcher | None = None
-) -> list[int]:
-    """The tokens from `position` on: the accepted drafts and one token of the model's own.
+) -> Acceptance:
+    """The tokens from `position` on: the accepted drafts and one token of the model's own. For `accept_all`.
 
     rows: those from `first` on are the model's logits for `position`, `position + 1`, ... given anchor and drafts, one
     more than there are drafts. matcher: advanced by the tokens; its mask cuts the model's distribution.
@@ -137,25 +147,36 @@ def accept(
         row, at = first + i, position + i
         draft = proposal.token_ids[i] if i < len(proposal.token_ids) else None
         mask_V = None if matcher is None else matcher.mask()
-        if mask_V is None and rows.finite[row] and sampler.is_plain(at):
+        rows.check(row, at)
+        if mask_V is None and sampler.is_plain(at):
             token = rows.best[row]
-        elif draft is None or sampler.is_greedy:
-            token = sampler.token(rows.logits_NV[row], at, mask_V)
         else:
-            p_V = sampler.probs(rows.logits_NV[row], at, mask_V)
-            q_V = proposal.probs[i].to(p_V.device)
-            if sampler.uniform(Draw.ACCEPT, at) * float(q_V[draft]) < float(p_V[draft]):
-                token = draft
-            else:
-                excess_V = (p_V - q_V).clamp_(min=0.0)
-                # p and q that differ by rounding alone may leave nothing; then they are the same distribution.
-                token = pick(excess_V, sampler.uniform(Draw.TOKEN, at)) if bool(excess_V.any()) else draft
+            weights_V = proposal.weights[i] if i < len(proposal.weights) else None
+            token = yield Want(row, sampler, at, mask_V, draft, weights_V)
         tokens.append(token)
         if matcher is not None:
             matcher.advance(token)
         if token != draft:
             break
     return tokens
+
+
+def accept_all(rows: StepRows, acceptances: Sequence[Acceptance]) -> list[list[int] | Exception]:
+    """What each of them returns or raises. Their tokens are drawn together, one of each at a time."""
+    results: list[list[int] | Exception] = [[] for _ in acceptances]
+    answers: dict[int, Any] = dict.fromkeys(range(len(acceptances)))
+    while answers:
+        wants: dict[int, Want] = {}
+        for i, answer in answers.items():
+            try:
+                wants[i] = acceptances[i].send(answer)
+            except StopIteration as end:
+                results[i] = end.value
+            except Exception as error:
+                results[i] = error
+        drawn = (token for token, _ in draw(rows.logits_NV, list(wants.values())))
+        answers = dict(zip(wants, drawn, strict=True))
+    return results
 
 
 class DraftBudget:

@@ -81,6 +81,7 @@ class ChatOptions(Body):
 
     tools: Many[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     reasoning_effort: str | int | None = None
     chat_template_kwargs: Object | None = None
@@ -162,6 +163,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     tools: Many[Object] | None = None
     tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     max_output_tokens: Count | None = None

@@ -2,7 +2,8 @@
 
 deepseek-recipe stands for the hosted service: it sets sampling values itself, takes one answer and effort levels only,
 wants the word json beside json_object, and treats a required tool differently from protocol to protocol. So it only
-gets the fields that make the prompt; all else is read here. `docs/openai_compatibility.md` lists what follows.
+gets the fields that make the prompt, and of the tool choice no more than whether there are tools; all else is read
+here. `docs/openai_compatibility.md` lists what follows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 from leadline.config.sampling import SamplingParams
 from leadline.errors import RequestError
 from leadline.server.bodies import SamplingBody
-from leadline.text.chat import Effort, Protocol
+from leadline.text.chat import ChatPrompt, Effort, Protocol
+from leadline.text.grammar import ANY_OBJECT, Grammar
+from leadline.text.tokenizer import Tokenizer
+from leadline.text.tool_grammar import Tool
 
 _PROMPT_FIELDS: dict[Protocol, tuple[str, ...]] = {
     "chat": ("messages", "tools", "tool_choice", "response_format"),
@@ -50,17 +54,28 @@ _ECHO_FIELDS = ("instructions", "max_output_tokens", "temperature", "top_p", "us
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """mode: none, auto or required. names: the only tools that a required call may name, None for all. many: an answer
+    may hold several calls."""
+
+    mode: str
+    names: list[str] | None = None
+    many: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """A chat request in the words of this server.
 
-    body: what deepseek-recipe renders. schema: JSON Schema of the answer, None for any object, if is_json. echo: the
-    settings that a Responses object repeats.
+    body: what deepseek-recipe renders. choice: about the tools in it. schema: JSON Schema of the answer, None for any
+    object, if is_json. echo: the settings that a Responses object repeats.
     """
 
     protocol: Protocol
     body: dict[str, Any]
     thinking: bool | None
     effort: Effort | None
+    choice: ToolChoice
     is_json: bool
     schema: dict[str, Any] | None
     echo: dict[str, Any]
@@ -84,20 +99,16 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
         _check_types(_TYPES[protocol], key, key, value)
     thinking, effort = _thinking(protocol, raw)
     is_json, schema = _answer_format(protocol, raw)
+    choice = _tool_choice(raw)
     if not body.get("tools"):
-        if _is_forced(raw.get("tool_choice")):
+        if choice.mode == "required":
             raise RequestError("tool_choice: a tool is required, but the request has no tools")
-        body.pop("tools", None), body.pop("tool_choice", None)
-    elif _is_forced(body.get("tool_choice")):
-        # The prompt opens the call block itself, right where the answer begins, so there is no place to think.
-        if thinking or effort is not None:
-            raise RequestError(
-                "tool_choice: a required or named tool needs thinking off, and this request switches it on; leave "
-                "thinking and effort out, or use tool_choice auto"
-            )
-        thinking = False
-    if is_json and body.get("tools") and body.get("tool_choice") != "none":
-        raise RequestError(f"{_FORMAT_FIELDS[protocol]}: JSON and tools exclude each other; leave one out")
+        body.pop("tools", None)
+        choice = ToolChoice("none")
+    if not body.get("tools") or choice.mode != "none":
+        body.pop("tool_choice", None)
+    if choice.mode == "required" and effort is None:
+        thinking = bool(thinking)  # off where nothing is said about it: a call is wanted at once
     if is_json and schema is None:  # nothing is rendered for a free JSON object
         body.pop("response_format", None), body.pop("text", None)
     if protocol == "chat":
@@ -105,7 +116,26 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     elif protocol == "messages" and "tools" in body:  # deepseek-recipe takes any type for a tool of the server
         body["tools"] = [{key: value for key, value in tool.items() if key != "type"} for tool in body["tools"]]
     echo = {key: raw[key] for key in _ECHO_FIELDS if key in raw}
-    return Wish(protocol, body, thinking, effort, is_json, schema, echo)
+    if isinstance(raw.get("tool_choice"), Mapping) and raw["tool_choice"].get("type") == "allowed_tools":
+        # deepseek-recipe cannot repeat it
+        echo["tool_choice"] = "required"
+    return Wish(protocol, body, thinking, effort, choice, is_json, schema, echo)
+
+
+def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Grammar | None:
+    """What answers to the rendered prompt have to follow where calls are required or stand beside JSON; else None.
+
+    Raises: RequestError naming tools or tool_choice.
+    """
+    is_required = wish.choice.mode == "required"
+    if not is_required and (wish.choice.mode == "none" or not wish.is_json):
+        return None
+    tools = {tool.name: Tool(tool.name, tool.parameters) for tool in prompt.request.conversation.tools}
+    names = list(tools) if wish.choice.names is None else wish.choice.names
+    if unknown := [name for name in names if name not in tools]:
+        raise RequestError(f"tool_choice: expected one of tools ({', '.join(tools)[:200]}), got {unknown[0]!r}")
+    document = None if is_required else ANY_OBJECT if wish.schema is None else wish.schema
+    return Grammar.tool_calls(tokenizer, [tools[name] for name in names], many=wish.choice.many, document=document)
 
 
 def sampling_params(
@@ -184,9 +214,28 @@ def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: 
                     _check_types(known, f"{name}.{key}", f"{place}[{number}].{key}", entry[key])
 
 
-def _is_forced(choice: Any) -> bool:
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    return kind not in (None, "auto", "none")
+def _tool_choice(raw: Mapping[str, Any]) -> ToolChoice:
+    choice = raw.get("tool_choice", "auto")
+    fields = choice if isinstance(choice, Mapping) else {"type": choice}
+    kind = fields.get("type")
+    many = raw.get("parallel_tool_calls") is not False and fields.get("disable_parallel_tool_use") is not True
+    if kind == "allowed_tools":
+        inner = fields.get("allowed_tools", fields)
+        if inner.get("mode") != "required":
+            raise RequestError("tool_choice: expected mode required with allowed_tools; for auto, leave the others out")
+        return ToolChoice("required", [_tool_name(tool) for tool in inner.get("tools") or [{}]], many)
+    if kind in ("function", "tool", "custom"):
+        return ToolChoice("required", [_tool_name(fields)], many=False)
+    if kind in ("auto", "none", "required", "any"):
+        return ToolChoice("required" if kind == "any" else kind, None, many)
+    raise RequestError(f"tool_choice: expected auto, none, required or a tool by its name, got {str(kind)[:80]!r}")
+
+
+def _tool_name(fields: Mapping[str, Any]) -> str:
+    for inner in (fields.get("function"), fields.get("custom"), fields):
+        if isinstance(inner, Mapping) and isinstance(name := inner.get("name"), str):
+            return name
+    raise RequestError("tool_choice: expected the name of a tool")
 
 
 def _chat_message(message: Mapping[str, Any]) -> dict[str, Any]:

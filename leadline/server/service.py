@@ -32,7 +32,7 @@ from leadline.server.answers import (
 from leadline.server.errors import ApiError
 from leadline.server.images import fetch_image
 from leadline.server.metrics import Metrics
-from leadline.server.protocol import Wish, json_schema_of, read_wish, sampling_params
+from leadline.server.protocol import Wish, call_grammar, json_schema_of, read_wish, sampling_params
 from leadline.server.settings import ServerSettings
 from leadline.text.chat import ChatPrompt, Protocol, render_request
 from leadline.text.grammar import Grammar
@@ -173,6 +173,7 @@ class Service:
         wish = await asyncio.to_thread(read_wish, protocol, raw)
         grammar = await _grammar(model, wish.is_json, wish.schema, wish.format_field)
         prompt, inputs = await self.chat_input(model, wish)
+        grammar = await asyncio.to_thread(call_grammar, model.tokenizer, wish, prompt) or grammar
         request = self._request(inputs.request, params, body, grammar, wish.field)
         usage = Usage(len(request.token_ids), inputs.images, inputs.image_tokens)
         answer_id = f"{_ID_PREFIX[protocol]}-{request_id}"

@@ -1,7 +1,7 @@
-"""Answers that must be JSON: which tokens may come next.
+"""Answers that must be JSON or tool calls: which tokens may come next.
 
-llguidance parses the schema and walks the vocabulary. This file adds what an answer of this model needs around it: the
-reasoning before the JSON, the end token behind it, and taking tokens back across both borders.
+llguidance parses the schemas and walks the vocabulary. This file adds what an answer of this model needs around it: the
+reasoning before, the end token behind, and taking tokens back across both borders.
 
 V vocabulary.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from leadline.errors import RequestError
 from leadline.text.tokenizer import Tokenizer
+from leadline.text.tool_grammar import Tool, call_rules
 
 # They stand above a schema's own `x-guidance` key. Nothing is ignored in silence, the separators are those of JSON, and
 # white space between two parts has an end: a model could otherwise fill its budget with line feeds. Text may be escaped
@@ -32,44 +35,89 @@ _OPTIONS: dict[str, Any] = {
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
     "json_allow_general_unicode_escapes": True,
 }
+# Schemas of tools are written for people too: what a mask cannot follow is passed over there, as in unmasked calls.
+_TOOL_OPTIONS = {**_OPTIONS, "lenient": True}
+ANY_OBJECT = {"type": "object"}
 
 
 class Grammar:
-    """A compiled schema, for any number of answers in the same vocabulary. Made by `Grammar.json_schema`."""
+    """What answers have to follow, for any number of them in the same vocabulary.
 
-    def __init__(self, tokenizer: Tokenizer, start: LLMatcher) -> None:
+    Made by `Grammar.json_schema` and `Grammar.tool_calls`. The first grammar of a tokenizer costs about a second at
+    129,280 ids, every further one a few milliseconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: LLMatcher, not_in_reasoning: Sequence[int] = ()) -> None:
         self._start = start
         self._vocab_size = tokenizer.vocab_size
         self._eos_id = tokenizer.eos_token_id
         self._think_end_id = tokenizer.id_of("</think>") if tokenizer.has_control_tokens else None
+        self._reasoning_V: Tensor | None = None
+        if not_in_reasoning:
+            self._reasoning_V = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
+            self._reasoning_V[list(not_in_reasoning)] = False
 
     @classmethod
     def json_schema(cls, tokenizer: Tokenizer, schema: dict[str, Any] | None) -> Grammar:
         """The JSON documents that a JSON Schema allows; None allows every JSON object.
 
         Objects have their properties in the order of the schema. There is no white space around the document and at
-        most 32 characters of it between two parts. The first grammar of a tokenizer costs about a second at 129,280
-        ids, every further one a few milliseconds.
+        most 32 characters of it between two parts. Inside the reasoning everything is allowed, the end token as well:
+        an answer may end without a word of JSON.
 
         Raises:
             RequestError: the schema is not valid, allows nothing, is too large, or uses a keyword that is not
                 supported; the message names response_format and the reason.
         """
         if schema is not None and not isinstance(schema, dict):
-            raise _refused(f"expected a JSON Schema as an object, got {type(schema).__name__}")
+            raise _refused("response_format", f"expected a JSON Schema as an object, got {type(schema).__name__}")
         try:
-            text = json.dumps({"type": "object"} if schema is None else schema, allow_nan=False)
+            text = json.dumps(ANY_OBJECT if schema is None else schema, allow_nan=False)
             compiled = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)  # type: ignore[arg-type]
         except (TypeError, ValueError, RecursionError) as error:
-            raise _refused(f"expected a JSON Schema, got one that is no JSON: {error}") from None
-        start = LLMatcher(_vocabulary(tokenizer), compiled)
-        if start.is_error():
-            raise _refused(f"the JSON Schema cannot be followed: {start.get_error()}")
-        first = start.deep_copy()  # a schema that refers to itself shows only now that no document begins
-        first.compute_bitmask()
-        if first.is_error():
-            raise _refused("the JSON Schema allows no document; it may refer to itself without an end")
-        return cls(tokenizer, start)
+            raise _refused("response_format", f"expected a JSON Schema, got one that is no JSON: {error}") from None
+        return cls(tokenizer, _started(tokenizer, compiled, "response_format"))
+
+    @classmethod
+    def tool_calls(
+        cls,
+        tokenizer: Tokenizer,
+        tools: Sequence[Tool],
+        *,
+        many: bool = True,
+        document: Mapping[str, Any] | None = None,
+    ) -> Grammar:
+        """One block of calls, in the markup of the model and with nothing around it; `call_rules` says what it holds.
+
+        many: several calls may come, instead of exactly one. document: a schema; what it allows, as in `json_schema`,
+        may come instead of the block. Inside the reasoning the marker of a block is not allowed, as readers of answers
+        take it for the end of the reasoning; nor is the end token, without a document.
+
+        Raises:
+            RequestError: no tools, a vocabulary without the marker, or a schema as in `json_schema`; the message names
+                tools, and the tool if it is one.
+        """
+        mark_id = tokenizer.id_of("｜DSML｜") if tokenizer.has_control_tokens else None
+        if not tools or mark_id is None:
+            raise _refused("tools", "expected at least one, and a vocabulary with V4.1's control tokens")
+
+        def compiled(some: Sequence[Tool], start: str) -> str:
+            try:
+                rules = call_rules(some, mark_id, many, _TOOL_OPTIONS)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise _refused("tools", f"expected JSON Schemas that can be followed: {error}") from None
+            return LLMatcher.grammar_from_lark(f"start: {start}\n{rules}")
+
+        either = "calls"
+        if document is not None:
+            either += f" | document\ndocument: %json {json.dumps({**document, 'x-guidance': _OPTIONS})}"
+        try:
+            start = _started(tokenizer, compiled(tools, either), "tools")
+        except RequestError:
+            for tool in tools:  # one of them alone may be at fault
+                _started(tokenizer, compiled([tool], "calls"), f"tools: {tool.name}")
+            raise
+        return cls(tokenizer, start, [mark_id, tokenizer.eos_token_id] if document is None else [mark_id])
 
     def matcher(self, in_reasoning: bool) -> Matcher:
         """A new matcher for one answer. in_reasoning: the answer begins inside the reasoning.
@@ -77,37 +125,44 @@ class Grammar:
         Raises: RequestError if it does and the vocabulary has no `</think>`.
         """
         if in_reasoning and self._think_end_id is None:
-            raise _refused("expected an answer without reasoning, as this vocabulary has no </think>")
+            raise RequestError("expected an answer without reasoning, as this vocabulary has no </think>")
         think_end_id = self._think_end_id if in_reasoning else None
-        return Matcher(self._start.deep_copy(), self._vocab_size, self._eos_id, think_end_id)
+        return Matcher(self._start.deep_copy(), self._vocab_size, self._eos_id, think_end_id, self._reasoning_V)
 
 
 class Matcher:
-    """Where one answer stands: in the reasoning, in the JSON, or behind its end.
+    """Where one answer stands: in the reasoning, in the part behind it that the grammar rules, or behind its end.
 
-    Inside the reasoning everything is allowed, the end token as well: an answer may end without a word of JSON. The
-    token after `</think>` is the first of the JSON. There the end token is allowed exactly when the document is
-    complete; behind it nothing else is. Control tokens are never part of the JSON.
+    The token after `</think>` is the first of the ruled part. There the end token is allowed exactly when the part is
+    complete; behind it nothing else is. The only control tokens that it can hold are the markers of tool calls.
     """
 
-    def __init__(self, json_part: LLMatcher, vocab_size: int, eos_id: int, think_end_id: int | None) -> None:
-        self._json_part = json_part
+    def __init__(
+        self,
+        ruled: LLMatcher,
+        vocab_size: int,
+        eos_id: int,
+        think_end_id: int | None,
+        reasoning_V: Tensor | None,
+    ) -> None:
+        self._ruled = ruled
         self._vocab_size = vocab_size
         self._eos_id = eos_id
         self._think_end_id = think_end_id
+        self._reasoning_V = reasoning_V
         self._in_reasoning = think_end_id is not None
         self._num_reasoning = 0  # tokens up to and with </think>
-        self._num_json = 0
+        self._num_ruled = 0
         self._num_ends = 0  # the library does not count end tokens, so it never sees them
 
     @property
     def is_done(self) -> bool:
-        """Only the end token may follow. A document that could also go on, like the number 12, is not done."""
-        return self._num_ends > 0 or (not self._in_reasoning and self._json_part.is_stopped())
+        """Only the end token may follow. An answer that could also go on, like the number 12, is not done."""
+        return self._num_ends > 0 or (not self._in_reasoning and self._ruled.is_stopped())
 
     @property
     def is_free(self) -> bool:
-        """Every token may come next: `mask` gives None."""
+        """Next to no token is forbidden, so drafts are worth their time."""
         return self._in_reasoning
 
     def mask(self) -> Tensor | None:
@@ -116,12 +171,12 @@ class Matcher:
         Raises: RequestError if the schema turns out to need more work than the library's limits allow.
         """
         if self._in_reasoning:
-            return None
+            return self._reasoning_V
         if self._num_ends:
             mask_V = torch.zeros(self._vocab_size, dtype=torch.bool)
             mask_V[self._eos_id] = True
             return mask_V
-        packed = np.frombuffer(self._json_part.compute_bitmask(), dtype=np.uint8)
+        packed = np.frombuffer(self._ruled.compute_bitmask(), dtype=np.uint8)
         self._check()
         return torch.from_numpy(np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_))
 
@@ -130,40 +185,42 @@ class Matcher:
 
         Raises: RequestError if `mask` forbids it; nothing has changed then. As `mask` otherwise.
         """
-        if self._in_reasoning:
+        if self._in_reasoning and (self._reasoning_V is None or self._reasoning_V[token_id]):
             self._num_reasoning += 1
             self._in_reasoning = token_id != self._think_end_id
-        elif token_id == self._eos_id and (self._num_ends or self._json_part.is_accepting()):
+        elif self._in_reasoning:
+            raise RequestError(f"token {token_id} cannot follow in this reasoning; draw tokens under the mask")
+        elif token_id == self._eos_id and (self._num_ends or self._ruled.is_accepting()):
             self._num_ends += 1
-        elif token_id != self._eos_id and not self._num_ends and self._json_part.try_consume_tokens([token_id]):
-            self._num_json += 1
+        elif token_id != self._eos_id and not self._num_ends and self._ruled.try_consume_tokens([token_id]):
+            self._num_ruled += 1
         else:
             self._check()
-            raise _refused(f"token {token_id} cannot follow in the JSON of this answer; draw tokens under the mask")
+            raise RequestError(f"token {token_id} cannot follow in this answer; draw tokens under the mask")
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens: everything is as if they had never come.
 
         Raises: RequestError if there were not so many.
         """
-        total = self._num_reasoning + self._num_json + self._num_ends
+        total = self._num_reasoning + self._num_ruled + self._num_ends
         if not 0 <= count <= total:
-            raise _refused(f"expected 0 to {total} tokens to take back, got {count}")
+            raise RequestError(f"expected 0 to {total} tokens to take back, got {count}")
         ends = min(count, self._num_ends)
-        inside = min(count - ends, self._num_json)
+        inside = min(count - ends, self._num_ruled)
         before = count - ends - inside
         self._num_ends -= ends
-        self._num_json -= inside
+        self._num_ruled -= inside
         self._num_reasoning -= before
         if inside:
-            self._json_part.rollback(inside)
+            self._ruled.rollback(inside)
             self._check()
         if before:  # the last token of the reasoning is its end, so it is open again
             self._in_reasoning = True
 
     def _check(self) -> None:
-        if self._json_part.is_error():
-            raise _refused(f"the JSON Schema cannot be followed any further: {self._json_part.get_error()}")
+        if self._ruled.is_error():
+            raise RequestError(f"the schema of this answer cannot be followed any further: {self._ruled.get_error()}")
 
 
 class _Words:
@@ -185,6 +242,19 @@ def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Words(tokenizer)))
 
 
-def _refused(reason: str) -> RequestError:
+def _started(tokenizer: Tokenizer, compiled: str, field: str) -> LLMatcher:
+    start = LLMatcher(_vocabulary(tokenizer), compiled)
+    if start.is_error():
+        # Lines and text of the grammar mean nothing to who wrote the schema.
+        reason = re.sub(r"^at \d+\(\d+\): |\n +\d+ \| .*", "", start.get_error(), flags=re.DOTALL)
+        raise _refused(field, f"the JSON Schema cannot be followed: {reason}")
+    first = start.deep_copy()  # a schema that refers to itself shows only now that no document begins
+    first.compute_bitmask()
+    if first.is_error():
+        raise _refused(field, "the JSON Schema allows no document; it may refer to itself without an end")
+    return start
+
+
+def _refused(field: str, reason: str) -> RequestError:
     # Messages of the library may go on for many lines; the first one says what is wrong.
-    return RequestError(f"response_format: {' '.join(reason.split())[:300]}")
+    return RequestError(f"{field}: {' '.join(reason.split())[:300]}")

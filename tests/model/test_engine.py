@@ -292,7 +292,7 @@ def test_prompts_that_part_from_earlier_ones(monkeypatch: pytest.MonkeyPatch) ->
         assert server.serve(greedy(prompt)) == [alone(greedy(prompt))]
         assert server.cached() == pages * PAGE_TOKENS
     server.core.prefix.clear()  # type: ignore[union-attr]
-    monkeypatch.setattr("leadline.engine.core.SNAPSHOT_TOKENS", PAGE_TOKENS)
+    monkeypatch.setattr("leadline.engine.room.SNAPSHOT_TOKENS", PAGE_TOKENS)
     for prompt, pages in ((long, 0), (branches[0], 2)):
         assert server.serve(greedy(prompt)) == [alone(greedy(prompt))]
         assert server.cached() == pages * PAGE_TOKENS
@@ -324,7 +324,7 @@ def test_f12_preempted_after_any_number_of_tokens() -> None:
         (job,) = scheduler.running
         scheduler.running.clear()
         job.is_running = False
-        server.core.evict(job)
+        server.core._room.evict(job)
         scheduler.waiting.append(job)
         server.finish()
         assert server.tokens[0, 0] == expected
@@ -361,7 +361,7 @@ def test_two_sessions_take_turns(host_bytes: int) -> None:
 def test_f17_host_memory_is_full_and_a_prompt_takes_several_chunks() -> None:
     probe = Server()
     assert probe.core.prefix is not None
-    room = 3 * probe.core.prefix.page_bytes.num_bytes + 2 * probe.core.prefix.window_bytes.num_bytes
+    room = 3 * probe.core.prefix.pages.bytes.num_bytes + 2 * probe.core.prefix.windows.bytes.num_bytes
     server = Server(pages=8, chunk=100, max_snapshots=2, host_bytes=room)
     for seed in range(4):
         server.serve(greedy(ids_of(400, seed), 2))
@@ -525,6 +525,21 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     server.finish()
     assert server.tokens[2, 0] == alone(greedy(ids_of(150)))
     assert server.cached() == PAGE_TOKENS
+    server.assert_nothing_is_left()
+
+
+def test_who_does_not_fit_comes_in_as_soon_as_the_pages_are_shared() -> None:
+    """The second waits for pages; once the first has processed the same prompt it needs fewer than are left."""
+    server = Server(pages=5, chunk=512)
+    first, second = (server.add(greedy(ids_of(300), 60)) for _ in range(2))
+    server.step()
+    assert (server.core.stats().running, server.core.stats().waiting) == (1, 1)
+    assert server.core.stats().kv_pages_used == 3  # of 5, as many as one of them needs
+    server.step()
+    assert server.core.stats().running == 2
+    server.finish()
+    assert server.cached() == 256
+    assert server.tokens[first, 0] == server.tokens[second, 0] == alone(greedy(ids_of(300), 60))
     server.assert_nothing_is_left()
 
 

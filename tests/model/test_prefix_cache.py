@@ -70,8 +70,7 @@ class Engine:
         border = self.prefix.last_border(n)
         keep_from = max(0, border - self.cache.window + 1) if keep_window else None
         ids = cache_ids(tokens, content)
-        hit = self.prefix.lookup(ids, limit=n - 1 if use else 0, keep_from=keep_from)
-        sequence = self.prefix.open(hit)
+        sequence, hit = self.prefix.open(ids, limit=n - 1 if use else 0, keep_from=keep_from)
         assert sequence.length == hit.length
         self.hits.append(hit.length)
         while sequence.length < n:
@@ -231,8 +230,7 @@ def test_drafts_after_a_hit(name: str, mode: Prefill) -> None:
 
     def outputs(engine: Engine, limit: int) -> list[Tensor]:
         ids = cache_ids(tokens)
-        hit = engine.prefix.lookup(ids, limit=limit)
-        sequence = engine.prefix.open(hit)
+        sequence, hit = engine.prefix.open(ids, limit=limit)
         engine.hits.append(hit.length)
         rest = [len(tokens) - hit.length]
         logits = feed(
@@ -266,7 +264,7 @@ def test_equal_prompts_at_the_same_time_share_their_pages() -> None:
     tokens = text(engine.model, 300, seed=9)
     ids, model, cache = cache_ids(tokens), engine.model, engine.cache
     expected = cold("everything", "halo", tokens)
-    sequences = [engine.prefix.open(engine.prefix.lookup(ids, limit=299)) for _ in range(2)]
+    sequences = [engine.prefix.open(ids, limit=299)[0] for _ in range(2)]
     for end in (130, 260, 299):
         runs = [
             run_of(s, tokens.part(s.length, end), logits_from=299, prompt_length=300, prefill="halo") for s in sequences

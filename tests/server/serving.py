@@ -39,8 +39,8 @@ def plain_parts() -> tuple[Tokenizer, Any]:
 
 def fake_model(engine: FakeEngine, vision: Any) -> ServedModel:
     def encode(images: list[Any]) -> torch.Tensor:
-        tokens = sum(image.plan.token_rows * image.plan.token_columns for image in images)
-        return torch.zeros(tokens, 8, dtype=torch.bfloat16)
+        tokens = sum(image.plan.num_tokens for image in images)
+        return torch.zeros(tokens, 1, dtype=torch.bfloat16)
 
     return ServedModel(
         tokenizer=engine.tokenizer,

@@ -21,6 +21,16 @@ def image(url: str) -> list[Any]:
     return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
 
 
+BAD_TOOL: Any = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a b": {}}}},
+}
+
+
+def named(tool: str) -> Any:
+    return {"type": "function", "function": {"name": tool}}
+
+
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
@@ -75,7 +85,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
         400,
         "response_format",
     ),
-    (CHAT, {"messages": ASK, "response_format": {"type": "json_object"}, "tools": [TOOL]}, 400, "response_format"),
+    (CHAT, {"messages": ASK, "tool_choice": {"type": "function"}, "tools": [TOOL]}, 400, "tool_choice"),
+    (CHAT, {"messages": ASK, "tool_choice": named("none"), "tools": [TOOL]}, 400, "tool_choice"),
+    (CHAT, {"messages": ASK, "tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, 400, "tool_choice"),
+    (CHAT, {"messages": ASK, "tool_choice": "required", "tools": [BAD_TOOL]}, 400, "tools"),
+    (CHAT, {"messages": ASK, "parallel_tool_calls": "no", "tools": [TOOL]}, 400, "parallel_tool_calls"),
     (CHAT, {"messages": image("data:image/png;base64,AAAA")}, 400, "messages[0]"),
     (CHAT, {"messages": image("data:image/png;base64,!!!!")}, 400, "messages[0]"),
     (CHAT, {"messages": image(data_url()[:100])}, 400, "messages[0]"),

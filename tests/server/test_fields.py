@@ -60,7 +60,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, "tools", "'a'"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice", "'no'"),
-    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "function"),
+    (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "name of a tool"),
     (CHAT, {"messages": [*ASK, {"role": "user"}]}, "messages[1]", "content"),
     (MESSAGES, {"tools": [{"input_schema": {}}]}, "tools[0]", "name"),
     (MESSAGES, {"system": [TEXT, {"type": "text"}]}, "system[1]", "text"),

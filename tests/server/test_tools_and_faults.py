@@ -222,26 +222,30 @@ def test_f40_no_end_of_thinking(
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 def test_f41_required_tools(server: Running, client: openai.OpenAI, claude: anthropic.Anthropic, choice: Any) -> None:
-    """Without a word about thinking it is off and the answer begins inside a call; asking for both is refused."""
+    """Without a word about thinking it is off; asked for, it comes first. The call is forced on the model, not on the
+    prompt, which stays that of auto."""
     other: Any = {**TOOL, "function": {**TOOL["function"], "name": "g"}}
-    server.engine.script = markup("g", {"a": "x"}).partition("calls>\n")[2]
+    server.engine.script = markup("g", {"a": "x"})
     for extra in ({}, {"thinking": {"type": "disabled"}}):
         found = ask_openai(client, False, tools=[TOOL, other], tool_choice=choice, extra_body=extra)
         assert found == ("", "", [("g", {"a": "x"})], "tool_calls")
-    prompt = server.engine.tokenizer.decode(server.engine.requests[-1].token_ids)
-    assert prompt.endswith(f"<｜Assistant｜></think>\n\n<{D} calls>\n")
+    server.engine.script = "why</think>" + markup("g", {"a": "x"})
     for extra in ({"thinking": {"type": "enabled"}}, {"reasoning_effort": "high"}):
-        with pytest.raises(openai.BadRequestError, match="needs thinking off") as refused:
-            ask_openai(client, False, tools=[TOOL, other], tool_choice=choice, extra_body=extra)
-        assert refused.value.param == "tool_choice"
-    tools: Any = [{"name": "g", "input_schema": {"type": "object"}}]
+        found = ask_openai(client, False, tools=[TOOL, other], tool_choice=choice, extra_body=extra)
+        assert found == ("why", "", [("g", {"a": "x"})], "tool_calls")
+    tools: Any = [
+        {"name": name, "description": "d", "input_schema": TOOL["function"]["parameters"]} for name in ("f", "g")
+    ]
     kind: Any = {"type": "any"} if choice == "required" else {"type": "tool", "name": "g"}
-    message = claude.messages.create(model=NAME, max_tokens=500, messages=ASK, tools=tools, tool_choice=kind)
-    assert message.stop_reason == "tool_use"
-    with pytest.raises(anthropic.BadRequestError, match="needs thinking off"):
-        claude.messages.create(
-            model=NAME, max_tokens=500, messages=ASK, tools=tools, tool_choice=kind, thinking={"type": "adaptive"}
-        )
+    claude.messages.create(model=NAME, max_tokens=500, messages=ASK, tools=tools, tool_choice=kind)
+    client.chat.completions.create(
+        model=NAME, messages=ASK, tools=[TOOL, other], extra_body={"thinking": {"type": "disabled"}}
+    )
+    asked, _, thought, _, claudes, auto = server.engine.requests
+    assert asked.token_ids == claudes.token_ids == auto.token_ids
+    assert server.engine.tokenizer.decode(thought.token_ids).endswith("<｜Assistant｜><think>")
+    assert auto.grammar is None
+    assert None not in (asked.grammar, claudes.grammar, thought.grammar)
     with pytest.raises(openai.BadRequestError, match="no tools"):
         client.chat.completions.create(model=NAME, messages=ASK, tool_choice=choice)
 

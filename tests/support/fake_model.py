@@ -23,6 +23,7 @@ class FakeConfig:
     """The fields of ModelConfig that the engine reads."""
 
     vocab_size: int = 13
+    hidden_size: int = 1
     max_position_embeddings: int = 4096
     dspark_block_size: int = 5
     bos_token_id: int = 0

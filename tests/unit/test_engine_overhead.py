@@ -13,9 +13,9 @@ GOOD_ENOUGH = 20_000
 TRIES = 5
 
 
-@pytest.mark.parametrize("with_text", [True, False])
-def test_scheduled_tokens_per_second(with_text: bool) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+@pytest.mark.parametrize(("temperature", "with_text"), [(0, True), (0, False), (1, True)])
+def test_scheduled_tokens_per_second(temperature: float, with_text: bool) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True)
     threads, best = torch.get_num_threads(), 0.0
     torch.set_num_threads(1)
     try:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from leadline.engine.core import EngineCore
 from leadline.engine.request import Request
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CapacityError, NumericsError, PromptError, RequestError, SamplingError
-from leadline.text.grammar import Matcher
+from leadline.errors import CapacityError, LeadlineError, NumericsError, PromptError, RequestError, SamplingError
+from leadline.text.grammar import Grammar, Matcher
 from tests.support.fake_model import FakeConfig, FakeModel, FakeSequence
 from tests.support.fake_text import byte_tokenizer
 from tests.unit.engine_driver import generate
@@ -176,6 +178,42 @@ def test_other_refusals():
         generate(model, cache, [Request(token_ids=[4], params=SamplingParams(stop="x"))])
 
 
+JUNK = [
+    None, True, 1, -1, 3.5, math.nan, math.inf, "x", b"x", [], [5], [1.5], ["a"], [True], [2**70], [5, 6], (5,), {},
+    range(3), object(), GREEDY, Grammar, torch.zeros(()), torch.zeros(3),
+    torch.full((3,), -1), torch.tensor([0, -1, 1]),
+    torch.tensor([0, -7, 1]), torch.zeros(2, 1).bfloat16(), torch.zeros(2, 1), torch.zeros(2, 7).bfloat16(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Request)])
+def test_whatever_a_field_holds_is_refused_or_served(name):
+    """No value may fail a step, which would end the others in it."""
+    good = {"token_ids": [5, 6, 7], "params": GREEDY}
+    images = {"token_types": torch.tensor([0, -1, 1]), "image_rows": torch.zeros(2, 1).bfloat16()}
+    refused = 0
+    for base in (good, good | images, good | images | {"cache_ids": [-5, 6, -7]}):
+        for value in JUNK:
+            model = FakeModel()
+            core = EngineCore(model, model.new_cache(max_tokens=512, max_sequences=2))
+            error = None
+            try:
+                core.add(Request(**(base | {name: value})))
+            except LeadlineError as refusal:
+                error = refusal
+            if error is not None:
+                refused += 1
+                assert re.match(rf"(prompt|{name}|token_types|image_rows|cache_ids): .*expected", str(error))
+                continue
+            core.add(Request(**good))
+            deltas = []
+            while core.has_work:
+                deltas += core.step()
+            reasons = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+            assert reasons in (["length", "length"], ["timeout", "length"]), (name, value)
+    assert refused > len(JUNK)
+
+
 def test_admission_by_pages():
     """Two pages hold one sequence of up to 256 tokens at a time, though slots are free. The last in line gives way."""
     model = FakeModel()
@@ -263,7 +301,7 @@ def test_progress_counts_prompt_tokens():
 
 def test_image_rows_go_with_their_chunk():
     types_T = torch.tensor([-1] * 3 + [0, 1, 1, 2, 3] + [-1] * 4 + [0, 1, 2, 3] + [-1])
-    rows_ND = torch.arange(9.0)[:, None]
+    rows_ND = torch.arange(9).bfloat16()[:, None]
     request = Request(token_ids=[5] * 17, params=GREEDY, image_rows=rows_ND, token_types=types_T)
     model = FakeModel()
     run(model, [request], max_step_tokens=6)
@@ -350,7 +388,7 @@ class _Hostile(Matcher):
         pass
 
 
-class _Grammar:
+class _Grammar(Grammar):
     def __init__(self, *of_matcher):
         self.of_matcher = of_matcher
 

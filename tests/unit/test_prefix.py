@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from leadline.cache.host import PageBytes
+from leadline.cache.host import NOWHERE, PageBytes
 from leadline.cache.lru import EvictionQueue
 from leadline.cache.pages import PAGE_TOKENS, PageAllocator
 from leadline.cache.pool import KVCache, Plane, RowPool
-from leadline.cache.prefix import NOWHERE, Node, PrefixCache, Snapshot
+from leadline.cache.prefix import Node, PrefixCache, Snapshot
 from leadline.cache.sequence import Sequence
 from leadline.config.layers import plan_layers
 from leadline.config.model import read_config
@@ -125,10 +125,10 @@ def check_counts(cache: KVCache, prefix: PrefixCache, sequences: list[Sequence])
         assert snapshot.above is (above[-1] if above else None)
         assert snapshot.below == {other for other in snapshots if other.above is snapshot}
     assert sum(s.page != NOWHERE for s in snapshots) <= prefix.max_snapshots
-    held = sum(n.data is not None for n in nodes) * prefix.page_bytes.num_bytes
-    held += sum(s.data is not None for s in snapshots) * prefix.window_bytes.num_bytes
-    assert held == prefix.host_used <= prefix.host_bytes
-    assert (prefix.stats.nodes, prefix.stats.snapshots) == (len(nodes), len(snapshots))
+    held = sum(n.data is not None for n in nodes) * prefix.pages.bytes.num_bytes
+    held += sum(s.data is not None for s in snapshots) * prefix.windows.bytes.num_bytes
+    assert held == prefix.host.used <= prefix.host.max_bytes
+    assert (prefix.num_nodes, prefix.num_snapshots) == (len(nodes), len(snapshots))
 
 
 class Driver:
@@ -142,12 +142,11 @@ class Driver:
         return self.prefix.lookup(ids, limit=len(ids)).length
 
     def begin(self, ids: list[int]) -> Sequence:
-        return self.prefix.open(self.prefix.lookup(ids, limit=len(ids)))
+        return self.prefix.open(ids, limit=len(ids))[0]
 
     def process(self, ids: list[int], *, snapshots: tuple[int, ...] | None = None) -> int:
         """One request from start to end; tokens that it did not process. snapshots: None = at its last border."""
-        hit = self.prefix.lookup(ids, limit=len(ids))
-        sequence = self.prefix.open(hit)
+        sequence, hit = self.prefix.open(ids, limit=len(ids))
         assert self.prefix.make_room(-(-len(ids) // PAGE_TOKENS) - len(sequence.pages), 0)
         borders = (len(ids) // PAGE_TOKENS * PAGE_TOKENS,) if snapshots is None else snapshots
         for end in sorted({*borders, len(ids)}):
@@ -270,11 +269,9 @@ def test_eviction_queue_against_sorting(seed: int) -> None:
             refused = {i for i in keys if rng.random() < 0.5}
             order = sorted((i for i in keys if i not in refused), key=keys.__getitem__)
             wanted = rng.randrange(4)
-            taken = []
-            for got in queue.take(lambda i, refused=refused: i not in refused):  # type: ignore[misc]
+            taken: list[int] = []
+            for got in queue.take(lambda i: i not in refused, lambda: len(taken) > wanted):  # noqa: B023
                 taken.append(got)
-                if len(taken) > wanted:
-                    break
             assert [keys[i] for i in taken] == [keys[i] for i in order[: wanted + 1]]
             for got in taken:
                 del keys[got]
@@ -323,13 +320,10 @@ def test_other_ids_inside_a_page_are_another_page() -> None:
 def test_lookup_changes_nothing() -> None:
     driver, ids = Driver(), ids_of(300)
     driver.process(ids)
-    before = driver.prefix.stats
+    before = driver.prefix.clock
     for _ in range(3):
-        driver.length(ids)
-    assert driver.prefix.stats == before
-    driver.process(ids)
-    assert driver.prefix.stats.lookups == before.lookups + 1
-    assert driver.prefix.stats.hit_tokens == 256
+        assert driver.length(ids) == 256
+    assert driver.prefix.clock == before
     driver.check_empty()
 
 
@@ -381,7 +375,7 @@ def test_trimmed_snapshots_serve_prompts_long_enough() -> None:
         sequence.window_from[layer] = 250
     driver.prefix.snapshot(sequence, ids, 256)
     assert driver.length(ids[:257]) == 256
-    assert driver.prefix.stats.snapshots == 1
+    assert driver.prefix.num_snapshots == 1
     sequence.close()
     check_counts(driver.cache, driver.prefix, [])
     driver.check_empty()
@@ -415,19 +409,6 @@ def test_pages_computed_twice_become_one() -> None:
         assert sequence.fixed_length == 256
         sequence.close()
     driver.check_empty()
-
-
-def test_hit_that_was_evicted_meanwhile_is_looked_up_again() -> None:
-    driver, ids = Driver(), ids_of(300)
-    driver.process(ids, snapshots=(128, 256))
-    hit = driver.prefix.lookup(ids, limit=299)
-    assert driver.prefix.make_room(15, 0)
-    sequence = driver.prefix.open(hit)
-    assert (hit.length, sequence.length) == (256, 128)
-    check_rows(driver.cache, sequence, ids)
-    driver.prefix.clear()
-    assert driver.prefix.open(hit).length == 0
-    sequence.close()
 
 
 def test_clear_while_sequences_run() -> None:
@@ -471,7 +452,7 @@ def test_pages_of_running_sequences_stay() -> None:
     driver.process(ids[:300])
     driver.process(other)
     sequence = driver.begin(ids)
-    assert driver.prefix.available_pages == 8 - 2
+    assert driver.prefix.pages.num_available == 8 - 2
     assert not driver.prefix.make_room(7, 0)
     assert driver.length(other) == 256, "nothing is evicted in vain"
     assert driver.prefix.make_room(6, 0)
@@ -488,10 +469,10 @@ def test_window_pages_of_snapshots_make_room() -> None:
         driver.process(ids_of(200, seed))
     sequence = driver.begin(ids_of(200, 1))
     total = driver.cache.window_pages.num_pages
-    assert driver.prefix.available_windows == total - 1
+    assert driver.prefix.windows.num_available == total - 1
     assert not driver.prefix.make_room(0, total)
     assert driver.prefix.make_room(0, total - 1)
-    assert driver.prefix.stats.snapshots == 1
+    assert driver.prefix.num_snapshots == 1
     sequence.close()
     driver.check_empty()
 
@@ -505,17 +486,16 @@ def test_two_long_sessions_keep_hitting_beside_each_other() -> None:
     for turn in range(4):
         for seed, ids in enumerate(sessions):
             ids += ids_of(2000, 10 * turn + seed)
-            hit = prefix.lookup(ids, limit=len(ids) - 1)
+            sequence, hit = prefix.open(ids, limit=len(ids) - 1)
             if turn:
                 assert hit.length > 0.99 * len(ids), (turn, seed)
-            sequence = prefix.open(hit)
             while sequence.length < len(ids):
                 length = min(len(ids), (sequence.length // chunk + 1) * chunk)
                 sequence.reserve(length)
                 sequence.advance(length)
                 prefix.snapshot(sequence, ids, length // PAGE_TOKENS * PAGE_TOKENS)
             sequence.close()
-    assert prefix.stats.snapshots == 6
+    assert prefix.num_snapshots == 6
 
 
 def test_shared_system_prompt_survives_many_single_requests() -> None:
@@ -541,13 +521,15 @@ def test_evicted_pages_come_back_from_host_memory(length: int) -> None:
     driver.process(ids[:length])
     pages = length // PAGE_TOKENS
     driver.evict_all()
-    assert driver.prefix.stats.nodes == pages
-    assert driver.prefix.host_used == pages * driver.prefix.page_bytes.num_bytes + driver.prefix.window_bytes.num_bytes
+    assert driver.prefix.num_nodes == pages
+    assert (
+        driver.prefix.host.used == pages * driver.prefix.pages.bytes.num_bytes + driver.prefix.windows.bytes.num_bytes
+    )
     check_counts(driver.cache, driver.prefix, [])
     driver.process(ids_of(1900, 5))  # over the pages that were given up
     assert driver.process(ids) == pages * PAGE_TOKENS  # checks every row
     driver.check_empty()
-    assert driver.prefix.host_used == 0
+    assert driver.prefix.host.used == 0
 
 
 def test_sequence_that_computed_evicted_pages_again_brings_them_back() -> None:
@@ -555,10 +537,10 @@ def test_sequence_that_computed_evicted_pages_again_brings_them_back() -> None:
     driver.process(ids)
     sequence = driver.cache.open()
     grow(driver.cache, sequence, ids, 300)
-    driver.evict_all() if driver.prefix.available_pages == 16 else driver.prefix.make_room(13, 0)
+    driver.evict_all() if driver.prefix.pages.num_available == 16 else driver.prefix.make_room(13, 0)
     driver.prefix.insert(sequence, ids)
     check_counts(driver.cache, driver.prefix, [sequence])
-    assert driver.prefix.host_used <= driver.prefix.window_bytes.num_bytes
+    assert driver.prefix.host.used <= driver.prefix.windows.bytes.num_bytes
     sequence.close()
     assert driver.process(ids) == 256
     driver.check_empty()
@@ -573,9 +555,8 @@ def test_full_host_tier_drops_entries_and_goes_on(pages: int) -> None:
     prompts = [ids_of(1300, seed) for seed in range(4)]
     for turn in range(3):
         for ids in prompts:
-            hit = driver.prefix.lookup(ids, limit=1299)
             assert driver.prefix.make_room(11, 2)
-            sequence = driver.prefix.open(hit)
+            sequence, _ = driver.prefix.open(ids, limit=1299)
             for end in range(200, 1301, 220):  # several chunks, each in need of pages
                 if end > sequence.length:
                     assert driver.prefix.make_room(-(-end // PAGE_TOKENS) - len(sequence.pages), 2), (turn, end)
@@ -593,13 +574,12 @@ def test_lack_of_room_for_loading_changes_nothing() -> None:
     driver.evict_all()
     sequence = driver.cache.open()
     grow(driver.cache, sequence, other, 520)
-    hit = driver.prefix.lookup(ids, limit=399)
-    assert hit.length == 384
-    stats, slots = driver.prefix.stats, driver.cache.num_free_slots
+    assert driver.length(ids) == 384
+    before = driver.prefix.clock, driver.prefix.host.used, driver.cache.num_free_slots
     with pytest.raises(CapacityError, match="3 pages and 1 window pages needed"):
-        driver.prefix.open(hit)
+        driver.begin(ids)
     check_counts(driver.cache, driver.prefix, [sequence])
-    assert (driver.prefix.stats, driver.cache.num_free_slots) == (stats, slots)
+    assert (driver.prefix.clock, driver.prefix.host.used, driver.cache.num_free_slots) == before
     sequence.close()
     assert driver.process(ids) == 384
     driver.check_empty()
@@ -641,7 +621,7 @@ def test_file_and_back(tmp_path: Path, host_bytes: int, pages: int) -> None:
     check_counts(other.cache, other.prefix, [])
     lengths = [other.length(ids) for ids in prompts]
     if pages == 16 or host_bytes:
-        assert other.prefix.stats.nodes == driver.prefix.stats.nodes - 1
+        assert other.prefix.num_nodes == driver.prefix.num_nodes - 1
         assert lengths == [256, 384, 128]
     else:
         assert 0 < sum(lengths) < 768
@@ -674,7 +654,7 @@ def test_empty_tree_and_model_without_global_rows(tmp_path: Path) -> None:
     driver = Driver()
     driver.prefix.save(tmp_path / "tree", "m")
     driver.prefix.load(tmp_path / "tree", "m")
-    assert driver.prefix.stats.nodes == 0
+    assert driver.prefix.num_nodes == 0
     config = read_config(Path(__file__).parent.parent / "golden" / "models" / "swa" / "config.json")
     cache = KVCache(config, plan_layers(config), max_tokens=1024, max_sequences=1, max_step_tokens=512, max_snapshots=2)
     prefix, ids = PrefixCache(cache, max_snapshots=2, host_bytes=1 << 20), ids_of(300)
@@ -708,7 +688,7 @@ def test_damaged_files_are_refused(tmp_path: Path, case: str) -> None:
     other = Driver()
     with pytest.raises(CheckpointError, match="check sum"):
         other.prefix.load(path, "model-1")
-    assert other.prefix.stats.nodes == 0
+    assert other.prefix.num_nodes == 0
     other.check_empty()
 
 
@@ -735,7 +715,7 @@ def test_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytes
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(driver.prefix.window_bytes, "read", fail)
+    monkeypatch.setattr(driver.prefix.windows.bytes, "read", fail)
     with pytest.raises(OSError, match="disk full"):
         driver.prefix.save(path, "model-1")
     assert path.read_bytes() == before
@@ -789,7 +769,7 @@ class AnyOrder(RuleBasedStateMachine):
         if make_room:
             prefix.make_room(3, 1)
         try:
-            sequence = prefix.open(hit)
+            sequence, _ = prefix.open(ids, limit=length - 1)
         except CapacityError:
             return
         assert sequence.length == hit.length or make_room
@@ -849,7 +829,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pages=st.integers(0, 10), windows=st.integers(0, 8))
     def evict(self, pages: int, windows: int) -> None:
         cache, prefix = self.driver.cache, self.driver.prefix
-        possible = prefix.available_pages >= pages and prefix.available_windows >= windows
+        possible = prefix.pages.num_available >= pages and prefix.windows.num_available >= windows
         assert prefix.make_room(pages, windows) == possible
         if possible:
             assert cache.pages.num_free >= pages

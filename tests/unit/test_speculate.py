@@ -7,8 +7,8 @@ import torch
 
 from leadline.config.sampling import SamplingParams
 from leadline.engine.request import Request
-from leadline.engine.sampler import Sampler
-from leadline.engine.speculate import Proposal, Speculation, StepRows, accept, propose
+from leadline.engine.sampler import Sampler, Want, draw
+from leadline.engine.speculate import Proposal, Speculation, StepRows, accept, accept_all, propose
 from leadline.errors import NumericsError, RequestError
 from leadline.model.step import Run
 from tests.support.fake_model import FakeConfig, FakeModel
@@ -32,6 +32,11 @@ def tokens_of(model, params, speculation, prompts=([5],)):
     return outputs
 
 
+def accepted(rules, logits_LV, proposal, position):
+    (result,) = accept_all(rows := StepRows(logits_LV), [accept(rules, rows, 0, proposal, position)])
+    return result
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
 def test_one_draft_gives_the_models_distribution(temperature, filters):
@@ -40,19 +45,20 @@ def test_one_draft_gives_the_models_distribution(temperature, filters):
     p_logits_V, q_logits_V = 0.8 * torch.randn(2, 9, generator=generator)
     params = SamplingParams(temperature=temperature, **filters)
     counts = [0] * 9
-    accepted = 0
+    num_accepted = 0
+    rules = Sampler(params, 0)
+    (_, p_V), (_, q_V) = draw(torch.stack([p_logits_V, q_logits_V]), [Want(0, rules, 7), Want(1, rules, 7)])
     for seed in range(TRIALS):
         rules = Sampler(params, seed)
-        q_V = rules.probs(q_logits_V, 7)
-        draft = int(torch.multinomial(q_V, 1, generator=generator))
-        tokens = accept(rules, StepRows(torch.stack([p_logits_V, p_logits_V])), 0, Proposal([draft], [q_V]), 7)
+        draft = int(torch.multinomial(q_V.double(), 1, generator=generator))
+        tokens = accepted(rules, torch.stack([p_logits_V, p_logits_V]), Proposal([draft], [q_V]), 7)
         counts[tokens[0]] += 1
-        accepted += len(tokens) - 1
-    p_V, q_V = rules.probs(p_logits_V, 7), rules.probs(q_logits_V, 7)
+        num_accepted += len(tokens) - 1
+    p_V, q_V = (weights_V.double() / weights_V.sum() for weights_V in (p_V, q_V))
     assert chi_square_p_value(counts, p_V.tolist()) > MIN_P_VALUE
     assert chi_square_p_value(counts, q_V.tolist()) < MIN_P_VALUE  # so the drafts were really corrected
     overlap = float(torch.minimum(p_V, q_V).sum())
-    assert chi_square_p_value([accepted, TRIALS - accepted], [overlap, 1 - overlap]) > MIN_P_VALUE
+    assert chi_square_p_value([num_accepted, TRIALS - num_accepted], [overlap, 1 - overlap]) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 5])
@@ -122,9 +128,9 @@ def test_the_cut_is_before_the_first_doubtful_draft():
     rules = Sampler(SamplingParams(), 0)
     (whole,) = propose(model, cache, [sequence], [rules], [6], [5])
     (cut,) = propose(model, cache, [sequence], [rules], [6], [5], min_confidence=0.5)
-    assert len(whole.token_ids) == len(whole.probs) == 5
+    assert len(whole.token_ids) == len(whole.weights) == 5
     assert cut.token_ids == whole.token_ids[:2]
-    assert [torch.equal(a, b) for a, b in zip(cut.probs, whole.probs[:2], strict=True)] == [True, True]
+    assert [torch.equal(a, b) for a, b in zip(cut.weights, whole.weights[:2], strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("drafts", [0, -1, 6, 7])
@@ -141,9 +147,9 @@ def test_rows_after_a_rejection_do_not_matter():
     logits_LV[0, 2] = 9.0
     logits_LV[1:] = float("nan")
     greedy = Sampler(SamplingParams(temperature=0), 0)
-    assert accept(greedy, StepRows(logits_LV), 0, Proposal([1, 1], []), 0) == [2]
+    assert accepted(greedy, logits_LV, Proposal([1, 1], []), 0) == [2]
     with pytest.raises(NumericsError, match="position 1"):
-        accept(greedy, StepRows(logits_LV), 0, Proposal([2, 1], []), 0)
+        raise accepted(greedy, logits_LV, Proposal([2, 1], []), 0)
 
 
 def test_same_seed_same_tokens_with_any_neighbours():

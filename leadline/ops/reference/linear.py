@@ -3,6 +3,7 @@
 A row of a library product may depend on the number of rows of the call: other row counts go through other kernels,
 which sum in another order. Within calls of one shape it does not depend on the row's place. So fp32 products run in
 tiles of a fixed number of rows, and bf16 ones do where a trial on this machine shows that they must (docs/log.md).
+Other bf16 products take a few row counts only, since the library keeps a kernel of some 400 KiB for each shape it met.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _TILE_ROWS = 8  # one row costs less than in tiles of 16, and many rows no more
-# Row counts of the trial: the smallest ones, powers of two and their neighbours. One call of the last is the standard.
-_TRIAL_ROWS = (1, 2, 3, 4, 6, 8, 9, 15, 16, 24, 32, 33, 64, 100, 128, 256, 300, 512)
+_MATRIX_ROWS = 16  # of the matrix units: fewer rows cost them as much
+_TRIAL_ROWS = 512  # one call of so many is the standard
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,7 +26,7 @@ def linear(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     product = _packed_product if w_NK.is_mkldnn else F.linear
     if x_TK.is_cpu and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
         return _in_tiles(product, x_TK, w_NK)
-    return product(x_TK, w_NK)
+    return _filled_up(product, x_TK, w_NK)
 
 
 def linear_f32(x_TK: Tensor, w_NK: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def grouped_linear(x_TGI: Tensor, w_NI: Tensor) -> Tensor:
     T, G, _ = x_TGI.shape
     w_GYI = w_NI.view(G, -1, w_NI.shape[1])
     if x_TGI.device.type != "cpu" or _rows_are_independent(_grouped_product, w_GYI.shape, torch.get_num_threads()):
-        return _grouped_product(x_TGI, w_GYI).reshape(T, w_NI.shape[0])
+        return _filled_up(_grouped_product, x_TGI, w_GYI).reshape(T, w_NI.shape[0])
     return torch.cat([linear(x_TGI[:, g], w_GYI[g]) for g in range(G)], dim=-1)
 
 
@@ -72,6 +73,23 @@ def _grouped_product(x_TGI: Tensor, w_GYI: Tensor) -> Tensor:
     return torch.bmm(x_TGI.transpose(0, 1), w_GYI.transpose(1, 2)).transpose(0, 1)
 
 
+def _filled_up(product: Product, x: Tensor, w: Tensor) -> Tensor:
+    """The product of x [T, ...] with rows of zeros up to the next of few counts, on a CPU; elsewhere as it is."""
+    T = x.shape[0]
+    missing = _next_count(T) - T if x.is_cpu else 0
+    if not missing:
+        return product(x, w)
+    return product(pad(x, (0, 0) * (x.dim() - 1) + (0, missing)), w)[:T]
+
+
+def _next_count(T: int) -> int:
+    """A power of two up to 16, then a multiple of 16, at most a quarter above T from 64 on: four in each octave."""
+    step = 1 << (T - 1).bit_length()
+    if step > _MATRIX_ROWS:
+        step = max(_MATRIX_ROWS, step >> 3)
+    return max(1, -(-T // step)) * step
+
+
 def _in_tiles(product: Product, x_TK: Tensor, w_NK: Tensor) -> Tensor:
     T = x_TK.shape[0]
     if T == 1:  # cheaper than rows of zeros, and rows do not meet
@@ -93,10 +111,11 @@ def _rows_are_independent(product: Product, shape: torch.Size, num_threads: int)
     *groups, N, K = shape
     generator = torch.Generator().manual_seed(0)
     order_K = torch.randperm(K, generator=generator)
-    x = torch.randn(_TRIAL_ROWS[-1], *groups, -(-K // 2), generator=generator).bfloat16()
+    x = torch.randn(_TRIAL_ROWS, *groups, -(-K // 2), generator=generator).bfloat16()
     w = torch.randn(*groups, N, -(-K // 2), generator=generator).bfloat16()
     x, w = torch.cat((x, -x), dim=-1)[..., order_K], torch.cat((w, w), dim=-1)[..., order_K]
     if product is _packed_product:
         w = packed(w)
     standard = product(x, w)
-    return all(torch.equal(product(x[-rows:], w), standard[-rows:]) for rows in _TRIAL_ROWS)
+    counts = sorted({_next_count(T) for T in range(1, _TRIAL_ROWS)})
+    return all(torch.equal(product(x[-rows:], w), standard[-rows:]) for rows in counts)
