@@ -128,7 +128,7 @@ def load(tree: PrefixCache, path: Path, fingerprint: str) -> None:
                     tree.restore_snapshot(node, window_from, int(small["used"][i]), partial(_row, windows, i))
     except OSError as error:
         reason = error.strerror or error
-        raise CheckpointError(f"{path}: expected a file that `save_prefixes` wrote, got: {reason}") from error
+        raise CheckpointError(f"{path}: cannot be read ({reason}); name a file that `save_prefixes` wrote") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a saved prefix cache that can be read ({error}); delete it") from error
 

@@ -129,7 +129,7 @@ def test_a_prefix_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     for path in (tmp_path / "folder", tmp_path / "missing" / "file", tmp_path / "file" / "below"):
         with pytest.raises(CheckpointError, match="cannot be written there"):
             llm.save_prefixes(path)
-        with pytest.raises(CheckpointError, match="expected a file that `save_prefixes` wrote") as caught:
+        with pytest.raises(CheckpointError, match="name a file that `save_prefixes` wrote") as caught:
             llm.load_prefixes(path)
         assert "delete" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
