@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder or hub id; nothing: the small random model.", show_default=False)
     ] = "",
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
     served_model_name: Annotated[
@@ -34,10 +36,7 @@ def serve(
     api_key: Annotated[
         str, typer.Option(envvar="LEADLINE_API_KEY", help="Key that requests must carry.", show_default=False)
     ] = "",
-    weights: options.Weights = "auto",
-    prefill: options.Prefill = "halo",
-    speculate: options.Speculate = False,
-    max_model_len: options.MaxModelLen = None,
+    model_options: options.ModelOptions,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512,
     max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18,
@@ -62,10 +61,13 @@ def serve(
         bool, typer.Option("--image-urls/--no-image-urls", help="Fetch https images from public addresses.")
     ] = _DEFAULTS.image_urls,
     request_timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which a request ends.", show_default="never")
+        float | None,
+        typer.Option(
+            min=0.001, max=options.MAX_SECONDS, help="Seconds after which a request ends.", show_default="never"
+        ),
     ] = _DEFAULTS.request_seconds,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds for running requests when told to stop.")
+        float, typer.Option(min=0, max=options.MAX_SECONDS, help="Seconds for running requests when told to stop.")
     ] = _DEFAULTS.drain_seconds,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
 ) -> None:
@@ -83,18 +85,14 @@ def serve(
         drain_seconds=drain_timeout,
         log_prompts=log_prompts,
     )
-
-    if cache_file is not None and not cache_file.parent.is_dir():
-        raise LeadlineError(f"cache-file: expected a file in a folder that exists, got {str(cache_file)!r}")
+    if cache_file is not None and (cache_file.is_dir() or not cache_file.parent.is_dir()):
+        raise LeadlineError(f"cache_file: expected a file in a folder that exists, got {str(cache_file)!r}")
     loaded: list[LLM] = []
 
     def load(progress: Progress) -> ServedModel:
         llm = LLM(
             model or None,
-            weights=weights,
-            prefill=prefill,
-            speculate=Speculation(adaptive=True) if speculate else False,
-            max_model_len=max_model_len,
+            **asdict(model_options) | {"speculate": model_options.speculate and Speculation(adaptive=True)},
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_cache_tokens=max_cache_tokens,
@@ -111,10 +109,7 @@ def serve(
 
     run(Service(settings, load), host, port)
     if cache_file is not None and loaded:
-        try:
-            loaded[0].save_prefixes(cache_file)
-        except OSError as error:
-            raise LeadlineError(f"cache-file {cache_file}: cannot be written: {error.strerror}") from error
+        loaded[0].save_prefixes(cache_file)
 
 
 def served_model(llm: LLM) -> ServedModel:

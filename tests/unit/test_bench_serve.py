@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import json
+import math
 import sys
 
 import httpx
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from leadline import client
 from leadline.bench import serve
 from leadline.bench.serve import Benchmark, summary
-from leadline.bench.workload import Workload, draw
+from leadline.bench.workload import Range, Workload, draw
 from leadline.cli import bench as bench_command
 from leadline.cli import main as cli_main
 from leadline.errors import LeadlineError, ServerError
@@ -78,7 +79,7 @@ def measure(server, workload, **options):
     return summary(benchmark)
 
 
-SMALL = Workload(sessions=6, turns=2, shared_prefix=5, input_len=(3, 9), output_len=(2, 4), concurrency=2)
+SMALL = Workload(sessions=6, turns=2, shared_prefix=5, input_len=Range(3, 9), output_len=Range(2, 4), max_concurrency=2)
 
 
 def test_counts_and_names():
@@ -113,7 +114,7 @@ def test_workload_is_repeatable_and_turns_extend_each_other():
 
 
 def test_poisson_arrivals():
-    starts = [session.start for session in draw(Workload(sessions=4000, rate=50.0), [1])]
+    starts = [session.start for session in draw(Workload(sessions=4000, request_rate=50.0), [1])]
     gaps = [after - before for before, after in itertools.pairwise(starts)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.1)
@@ -141,7 +142,7 @@ def test_concurrency_is_kept():
 
 def test_cancelled_requests_close_early_and_leave_the_times_alone():
     server = FakeServer()
-    figures = measure(server, Workload(sessions=40, input_len=(1, 3), output_len=(5, 9), cancel=0.5, seed=3))
+    figures = measure(server, Workload(sessions=40, input_len=Range(1, 3), output_len=Range(5, 9), cancel=0.5, seed=3))
     dropped = [stream for stream in server.streams if stream.taken < 5]
     assert figures["cancelled"] + figures["completed"] == 40
     assert 10 <= figures["cancelled"] <= 30
@@ -149,7 +150,7 @@ def test_cancelled_requests_close_early_and_leave_the_times_alone():
 
 
 def test_times_are_those_of_the_wire():
-    figures = measure(FakeServer(pause=0.02), Workload(sessions=1, input_len=(1, 1), output_len=(6, 6)))
+    figures = measure(FakeServer(pause=0.02), Workload(sessions=1, input_len=Range(1, 1), output_len=Range(6, 6)))
     assert figures["mean_ttft_ms"] >= 20
     assert figures["mean_itl_ms"] >= 20
     assert figures["mean_tpot_ms"] == pytest.approx(figures["mean_itl_ms"])
@@ -213,8 +214,8 @@ def test_v1_may_be_part_of_the_address(url):
 
 @pytest.mark.parametrize(
     "change",
-    [{"sessions": 0}, {"input_len": (5, 4)}, {"output_len": (0, 4)}, {"rate": 0.0}, {"cancel": 1.5}, {"turns": 0},
-     {"concurrency": 0}, {"shared_prefix": -1}],
+    [{"sessions": 0}, {"input_len": Range(5, 4)}, {"output_len": Range(0, 4)}, {"request_rate": 0.0}, {"cancel": 1.5},
+     {"turns": 0}, {"max_concurrency": 0}, {"shared_prefix": -1}, {"temperature": math.inf}, {"cancel": math.nan}],
     ids=str,
 )  # fmt: skip
 def test_workloads_that_cannot_be(change):

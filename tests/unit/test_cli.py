@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,12 @@ pytestmark = pytest.mark.unit
 START_SECONDS = 60  # for a subprocess that imports torch on a busy machine
 
 
+def fake_open_llm(options, ring=""):
+    given = asdict(options)
+    del given["weights"]
+    return fake_llm(ring, **given)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """Runs a command line on a fake model; `loaded` tells with which options it was opened."""
@@ -34,9 +41,9 @@ def run(monkeypatch):
     def invoke(*args, ring="abc", stdin=None):
         invoke.loaded = []
 
-        def fake_open(*opened):
-            invoke.loaded.append(opened)
-            return fake_llm(ring, prefill=opened[2], speculate=opened[3], max_model_len=opened[4])
+        def fake_open(model, options):
+            invoke.loaded.append((model, options))
+            return fake_open_llm(options, ring)
 
         for command in ("generate", "chat"):
             monkeypatch.setattr(f"leadline.cli.{command}.open_llm", fake_open)
@@ -48,7 +55,7 @@ def run(monkeypatch):
 def fails(run, capsys, monkeypatch, *args, **kwargs):
     """Exit status and stderr of `main()` for arguments that must fail."""
     monkeypatch.setattr(sys, "argv", ["leadline", *args])
-    monkeypatch.setattr("leadline.cli.generate.open_llm", lambda *opened: fake_llm(max_model_len=opened[4]))
+    monkeypatch.setattr("leadline.cli.generate.open_llm", lambda model, options: fake_open_llm(options))
     with pytest.raises(SystemExit) as stopped:
         cli_main.main()
     return stopped.value.code, capsys.readouterr()
@@ -75,7 +82,8 @@ def test_generate_passes_every_option(run):
         *("--json", "--logprobs", 1),
     )
     assert result.exit_code == 0, result.output
-    assert run.loaded == [("some/model", "packed", "replay", True, 100)]
+    wanted = options.ModelOptions(weights="packed", prefill="replay", speculate=True, max_model_len=100)
+    assert run.loaded == [("some/model", wanted)]
     document = json.loads(result.stdout)
     assert document["prompt"] == "x"
     assert [answer["text"] for answer in document["answers"]] == ["abca"] * 2
@@ -95,7 +103,7 @@ def test_json_is_one_document_and_several_answers_are_headed(run):
         (["generate"], "error: prompt: expected a text"),
         (["generate", "x", "--file", "y"], "error: prompt: expected a text"),
         (["generate", "--file", "/no/such/file"], "error: /no/such/file: expected readable UTF-8 text"),
-        (["generate", "x", "-t", "-1"], "error: temperature: expected"),
+        (["generate", "x", "-t", "-1"], "error: --temperature: expected"),
         (["generate", "x" * 50, "--max-model-len", "20"], "error: prompt: expected at most 19 tokens"),
         (["generate", "x", "--image", "/no/such.png"], "error: images: expected none"),
     ],
