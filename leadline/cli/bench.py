@@ -12,11 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
-from rich.table import Table
 
 from leadline.bench.serve import Benchmark, summary
 from leadline.bench.workload import Workload
-from leadline.cli.options import MAX_SECONDS, ApiKey, Url, flat, progress_bar
+from leadline.cli.options import MAX_SECONDS, ApiKey, Url, flat, progress_bar, table
 from leadline.errors import ServerError
 
 bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -82,33 +81,30 @@ def serve(
         raise ServerError(f"no request was answered: {next(iter(figures['errors']))}")
 
 
-def _print_table(figures: dict[str, Any]) -> None:
-    f = figures
-    is_told = f["cached_share"] is not None
+def _print_table(f: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    counts = Table(title=f["model_id"], title_justify="left", show_header=False)
-    counts.add_row("requests", f"{f['completed']} completed, {f['cancelled']} cancelled, {f['failed']} failed")
-    counts.add_row("time", f"{f['duration']:.1f} s, {f['request_throughput']:.2f} requests/s")
-    for kind in ("input", "output"):
-        total, rate = f[f"total_{kind}_tokens"], f[f"{kind}_throughput"]
-        counts.add_row(f"{kind} tokens", f"{total:,}, {rate:,.1f}/s")
-    counts.add_row("input from cache", f"{f['cached_share']:.1%}" if is_told else "not told by the server")
     short, long = _number(f["p90_ttft_short_ms"]), _number(f["p90_ttft_long_ms"])
-    counts.add_row("p90 TTFT", f"{short} ms for the shorter half of the prompts, {long} ms for the longer half")
-    console.print(counts)
-    times = Table(title="Milliseconds", title_justify="left")
-    times.add_column("")
-    for heading in ("mean", "median", "p90", "p99"):
-        times.add_column(heading, justify="right")
-    for name, words in (
-        ("ttft", "to the first token (TTFT)"),
-        ("tpot", "per output token (TPOT)"),
-        ("itl", "between chunks (ITL)"),
-        ("e2el", "whole request (E2EL)"),
-    ):
-        times.add_row(words, *(_number(figures[f"{kind}_{name}_ms"]) for kind in ("mean", "median", "p90", "p99")))
-    console.print(times)
-    for error, count in figures["errors"].items():
+    counts = {
+        "requests": f"{f['completed']} completed, {f['cancelled']} cancelled, {f['failed']} failed",
+        "time": f"{f['duration']:.1f} s, {f['request_throughput']:.2f} requests/s",
+        "input tokens": f"{f['total_input_tokens']:,}, {f['input_throughput']:,.1f}/s",
+        "output tokens": f"{f['total_output_tokens']:,}, {f['output_throughput']:,.1f}/s",
+        "input from cache": "not told by the server" if f["cached_share"] is None else f"{f['cached_share']:.1%}",
+        "p90 TTFT": f"{short} ms for the shorter half of the prompts, {long} ms for the longer half",
+    }
+    counted = table(f["model_id"], [{"what": what, "is": words} for what, words in counts.items()])
+    counted.show_header = False
+    console.print(counted)
+    names = {
+        "ttft": "to the first token (TTFT)",
+        "tpot": "per output token (TPOT)",
+        "itl": "between chunks (ITL)",
+        "e2el": "whole request (E2EL)",
+    }
+    kinds = ("mean", "median", "p90", "p99")
+    times = [{"": words} | {kind: _number(f[f"{kind}_{name}_ms"]) for kind in kinds} for name, words in names.items()]
+    console.print(table("Milliseconds", times, right=kinds))
+    for error, count in f["errors"].items():
         console.print(f"{count} failed: {error}", style="red", markup=False)
 
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
 
 from leadline.config.sampling import SamplingParams
 from leadline.errors import LeadlineError
@@ -79,7 +80,7 @@ class SamplingOptions:
 def flat(function: Callable[..., None]) -> Callable[..., None]:
     """The function as typer reads it: a parameter that is a dataclass becomes an option for each of its fields.
 
-    Options are its keyword-only parameters; an error of ours about the value of one is led by the option as it is typed.
+    Its keyword-only parameters are options; an error of ours about the value of one is led by the option as typed.
     """
     signature = inspect.signature(function, eval_str=True)
     groups: dict[str, Any] = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
@@ -156,3 +157,18 @@ def for_terminal(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+def table(
+    title: str, rows: Sequence[Mapping[str, Any]], totals: Sequence[Mapping[str, Any]] = (), right: Collection[str] = ()
+) -> Table:
+    """Rows of cells by heading, and a section of totals below. Columns of integers and those named `right` are flush
+    right."""
+    shown = Table(title=title, title_justify="left")
+    for name, value in rows[0].items():
+        shown.add_column(name, justify="right" if isinstance(value, int) or name in right else "left")
+    for section in (rows, totals):
+        for row in section:
+            shown.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row.values()))
+        shown.add_section()
+    return shown
