@@ -72,7 +72,7 @@ def main() -> None:
     """Runs the command line. Errors end it with one red line on stderr: wrong usage with status 2, our own errors with
     status 1; Ctrl-C ends it with status 130."""
     try:
-        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="leadline", standalone_mode=False))
     except LeadlineError as error:
         message, status = str(error), 1
     except typer.TyperException as error:  # the context says which command was meant

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
@@ -86,8 +86,12 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)}
     parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in signature.parameters.items():
-        is_group = name in groups
-        parameters |= inspect.signature(groups[name], eval_str=True).parameters if is_group else {name: parameter}
+        if name not in groups:
+            parameters[name] = parameter
+            continue
+        types = get_type_hints(groups[name], include_extras=True)
+        for field, option in inspect.signature(groups[name]).parameters.items():
+            parameters[field] = option.replace(annotation=types[field])
 
     @functools.wraps(function)
     def run(**values: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,19 @@ from leadline.server.settings import ServerSettings
 _DEFAULTS = ServerSettings()
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(options.ModelOptions):
+    """With room for many: the defaults of `LLM` are for one program."""
+
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512
+    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18
+    max_snapshots: Annotated[
+        int, typer.Option(min=0, help="Places in past sequences from which new ones can start; 0: no prefix cache.")
+    ] = 256
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most sequences that wait; more are refused (429).")] = 256
+
+
 def serve(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder or hub id; nothing: the small random model.", show_default=False)
@@ -36,13 +49,7 @@ def serve(
     api_key: Annotated[
         str, typer.Option(envvar="LEADLINE_API_KEY", help="Key that requests must carry.", show_default=False)
     ] = "",
-    model_options: options.ModelOptions,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512,
-    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18,
-    max_snapshots: Annotated[
-        int, typer.Option(min=0, help="Places in past sequences from which new ones can start; 0: no prefix cache.")
-    ] = 256,
+    engine: EngineOptions,
     host_cache_mib: Annotated[
         int, typer.Option(min=0, help="Host memory for what the cache of past sequences gives up.")
     ] = 0,
@@ -54,7 +61,6 @@ def serve(
             show_default="none",
         ),
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Most sequences that wait; more are refused (429).")] = 256,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = _DEFAULTS.max_body_bytes >> 20,
     max_images: Annotated[int, typer.Option(min=0, help="Most images of a request.")] = _DEFAULTS.max_images,
     image_urls: Annotated[
@@ -92,13 +98,8 @@ def serve(
     def load(progress: Progress) -> ServedModel:
         llm = LLM(
             model or None,
-            **asdict(model_options) | {"speculate": model_options.speculate and Speculation(adaptive=True)},
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_cache_tokens=max_cache_tokens,
-            max_snapshots=max_snapshots,
+            **asdict(engine) | {"speculate": engine.speculate and Speculation(adaptive=True)},
             host_cache_bytes=host_cache_mib << 20,
-            max_waiting=max_waiting,
             progress=progress,
         )
         options.choose_threads(llm)
