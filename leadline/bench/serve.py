@@ -7,7 +7,6 @@ first chunk, ITL between chunks, TPOT the time after the first token divided by 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 
 from leadline import client
 from leadline.bench.workload import Session, Turn, Workload, draw, sample_text
@@ -218,28 +218,14 @@ def summary(benchmark: Benchmark) -> dict[str, Any]:
         ("itl", [gap for outcome in completed for gap in outcome.gaps]),
         ("e2el", [outcome.latency for outcome in completed]),
     ):
-        figures |= _figures(name, values)
-    figures["p90_ttft_short_ms"] = _quantile([outcome.ttft for outcome in by_length[:half]], 90)
-    figures["p90_ttft_long_ms"] = _quantile([outcome.ttft for outcome in by_length[half:]], 90)
+        for kind, statistic in (("mean", np.mean), ("median", np.median), ("std", np.std)):
+            figures[f"{kind}_{name}_ms"] = _milliseconds(statistic, values)
+        for share in _QUANTILES:
+            figures[f"p{share}_{name}_ms"] = _milliseconds(np.percentile, values, share)
+    for name, some in (("short", by_length[:half]), ("long", by_length[half:])):
+        figures[f"p90_ttft_{name}_ms"] = _milliseconds(np.percentile, [outcome.ttft for outcome in some], 90)
     return figures
 
 
-def _figures(name: str, values: list[float]) -> dict[str, float | None]:
-    """Mean, median, deviation and quantiles of seconds, in milliseconds."""
-    figures: dict[str, float | None] = {
-        f"mean_{name}_ms": statistics.fmean(values) * 1000 if values else None,
-        f"median_{name}_ms": statistics.median(values) * 1000 if values else None,
-        f"std_{name}_ms": statistics.pstdev(values) * 1000 if values else None,
-    }
-    return figures | {f"p{share}_{name}_ms": _quantile(values, share) for share in _QUANTILES}
-
-
-def _quantile(values: list[float], share: int) -> float | None:
-    """In milliseconds, linear between neighbours, as numpy's default."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * share / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return (ordered[low] + (ordered[high] - ordered[low]) * (at - low)) * 1000
+def _milliseconds(statistic: Callable[..., Any], seconds: list[float], *arguments: int) -> float | None:
+    return float(statistic(seconds, *arguments)) * 1000 if seconds else None

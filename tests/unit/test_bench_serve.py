@@ -157,12 +157,18 @@ def test_times_are_those_of_the_wire():
     assert figures["mean_e2el_ms"] == pytest.approx(figures["mean_ttft_ms"] + 5 * figures["mean_itl_ms"])
 
 
-def test_quantiles_are_numpys():
-    import numpy as np
-
-    values = [0.3, 0.1, 0.9, 0.4, 0.2]
-    assert serve._quantile(values, 90) == pytest.approx(np.percentile(values, 90) * 1000)
-    assert serve._quantile([0.5], 99) == 500
+def test_figures_are_those_of_the_outcomes():
+    benchmark = Benchmark("http://host", SMALL)
+    for number, seconds in enumerate((0.3, 0.1, 0.9, 0.4, 0.2), start=1):
+        benchmark.outcomes.append(
+            serve.Outcome(state="completed", prompt_len=number, ttft=seconds, latency=3 * seconds, output_len=3)
+        )
+    benchmark.outcomes.append(serve.Outcome(prompt_len=1, error="busy", ttft=70.0))
+    figures = summary(benchmark)
+    expected = {"mean_ttft_ms": 380, "median_ttft_ms": 300, "p90_ttft_ms": 700, "p99_ttft_ms": 880, "mean_tpot_ms": 380}
+    expected |= {"p90_ttft_short_ms": 280, "p90_ttft_long_ms": 800, "std_ttft_ms": 278.567766}
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert figures["mean_itl_ms"] is None
 
 
 def test_busy_and_broken_answers_are_counted_by_reason():
