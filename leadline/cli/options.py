@@ -115,7 +115,7 @@ def open_llm(model: str, options: ModelOptions) -> LLM:
     from leadline.llm import LLM  # here: commands that talk to a server start without torch
 
     if not model:
-        Console(stderr=True).print(RANDOM_MODEL.format("--model"), style="dim")
+        Console(stderr=True).print(RANDOM_MODEL.format("--model"), style="dim", soft_wrap=True)
     with progress_bar("loading", DownloadColumn()) as report:
         llm = LLM(model or None, **asdict(options), progress=report)
     choose_threads(llm)

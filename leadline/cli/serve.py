@@ -80,7 +80,7 @@ def serve(
     """Serve the model over HTTP. The log goes to stderr, one line a request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not model:
-        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim")
+        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim", soft_wrap=True)
     settings = ServerSettings(
         names=tuple(served_model_name or [model or "leadline"]),
         api_key=api_key or None,
