@@ -427,7 +427,7 @@ class LLM:
             return Request(token_ids=token_ids, params=params)
         vision = self.config.vision
         if vision is None:
-            got = f"{len(images)} image(s)" if images else f"the image token {self.config.image_token_id} in the prompt"
+            got = len(images) or f"the image token {self.config.image_token_id} in the prompt"
             raise PromptError(f"images: expected none, got {got}; this model does not read images")
         for source in images:
             if not isinstance(source, str | bytes | Path):
