@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from leadline.bench.workload import Workload
+from leadline.bench.workload import Range, Workload
 from tests.support.load import settled, storm
 from tests.support.server_process import ServerProcess
 
@@ -54,9 +54,9 @@ async def soak(server: ServerProcess, minutes: float, concurrency: int, console:
             sessions=REQUESTS // 2,
             turns=2,
             shared_prefix=300,
-            input_len=(1, 400),
-            output_len=(1, 48),
-            concurrency=concurrency,
+            input_len=Range(1, 400),
+            output_len=Range(1, 48),
+            max_concurrency=concurrency,
             cancel=0.2,
             seed=len(rounds),
         )

@@ -6,6 +6,8 @@ Only standard paths and fields, so the same commands drive other servers as well
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,26 +34,31 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def headers(api_key: str) -> dict[str, str]:
-    """The headers of every request; no key, no header.
+def connection(url: str, api_key: str) -> dict[str, Any]:
+    """The keyword arguments of a httpx client for a server. Only connecting has a limit: a long prompt is silent for
+    minutes.
 
-    Raises: ServerError for a key that no header can carry.
+    Raises: ServerError for an address that is none, or a key that no header can carry.
     """
-    if not api_key:
-        return {}
     if not api_key.isascii() or not api_key.isprintable():
         raise ServerError("api key: expected printable ASCII characters, got others")
-    return {"Authorization": f"Bearer {api_key}"}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    return {"base_url": base_url(url), "headers": headers, "timeout": timeout}
 
 
-def unreachable(url: str, error: httpx.HTTPError) -> ServerError:
-    """The error for a request that got no answer, or only a part of one."""
-    reason = str(error) or type(error).__name__
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return ServerError(f"server {url}: not reachable ({reason}); is it running there?")
-    if isinstance(error, httpx.TimeoutException):
-        return ServerError(f"server {url}: no answer in time ({reason})")
-    return ServerError(f"server {url}: the connection broke off ({reason})")
+@contextmanager
+def failures_in_words(url: str) -> Iterator[None]:
+    """Raises a ServerError in place of httpx's errors, for requests that got no answer or only a part of one."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            raise ServerError(f"server {url}: not reachable ({reason}); is it running there?") from None
+        if isinstance(error, httpx.TimeoutException):
+            raise ServerError(f"server {url}: no answer in time ({reason})") from None
+        raise ServerError(f"server {url}: the connection broke off ({reason})") from None
 
 
 def refused(url: str, path: str, status: int, body: bytes) -> ServerError:
@@ -66,10 +73,10 @@ def refused(url: str, path: str, status: int, body: bytes) -> ServerError:
     return ServerError(f"server {url}: {path} answered {status}: {_words(body)}{hint}")
 
 
-def models(response: httpx.Response, url: str) -> list[str]:
-    """The model names in the answer to `/v1/models`, at least one.
+def model_name(response: httpx.Response, url: str, wanted: str) -> str:
+    """`wanted`, or if it is empty the first model in the answer to `/v1/models`.
 
-    Raises: ServerError if the answer is something else, such as a page of another server.
+    Raises: ServerError if the model is not there, or the answer is something else, such as a page of another server.
     """
     if not response.is_success:
         raise refused(url, "/v1/models", response.status_code, response.content)
@@ -82,26 +89,44 @@ def models(response: httpx.Response, url: str) -> list[str]:
             f"server {url}: expected a list of models from /v1/models, got {_words(response.content)!r}; does the "
             "address lead to an OpenAI-compatible server?"
         )
-    return names
+    if wanted and wanted not in names:
+        raise ServerError(f"model {wanted!r}: expected one that {url} serves, {', '.join(names)}")
+    return wanted or names[0]
 
 
-def event(line: str) -> dict[str, Any] | None:
-    """The object of a `data:` line of an event stream; None for all other lines and for the end mark.
+class EventStream:
+    """Reads an answer line by line. usage: the server's counts, as far as it tells them. finish_reason: as it came."""
 
-    Raises: ServerError for data that is no JSON object, and for an error that the server reports inside its stream.
-    """
-    name, _, data = line.partition(":")
-    if name != "data" or data.strip() == "[DONE]":
-        return None
-    try:
-        found = json.loads(data)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ServerError(f"stream: expected a JSON object in each event, got {data.strip()[:_MAX_MESSAGE]!r}")
-    if found.get("error"):
-        raise ServerError(f"the server ended the answer: {_words(data.encode())}")
-    return found
+    def __init__(self) -> None:
+        self.usage: dict[str, Any] = {}
+        self.finish_reason: str | None = None
+
+    def choices(self, line: str) -> list[dict[str, Any]]:
+        """The choices in a `data:` line; none in all other lines.
+
+        Raises: ServerError for data that is no JSON object, and for an error that the server reports inside its stream.
+        """
+        name, _, data = line.partition(":")
+        if name != "data" or data.strip() == "[DONE]":
+            return []
+        try:
+            found = json.loads(data)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ServerError(f"stream: expected a JSON object in each event, got {data.strip()[:_MAX_MESSAGE]!r}")
+        if found.get("error"):
+            raise ServerError(f"the server ended the answer: {_words(data.encode())}")
+        self.usage = found.get("usage") or self.usage
+        choices: list[dict[str, Any]] = found.get("choices") or []
+        for choice in choices:
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        return choices
+
+    def check_end(self, url: str) -> None:
+        """Raises ServerError unless the answer is complete."""
+        if self.finish_reason is None:
+            raise ServerError(f"server {url}: the stream ended before the answer did")
 
 
 def _words(body: bytes) -> str:

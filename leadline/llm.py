@@ -8,17 +8,20 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from reprlib import repr as brief
+from typing import Any, Literal, NamedTuple
 
 from leadline.cache.prefix import PrefixCache
 from leadline.checkpoint.random_model import default_model_folder
+from leadline.config.checks import check_integer
+from leadline.config.model import ModelConfig, read_config
 from leadline.config.sampling import SamplingParams
 from leadline.engine.core import EngineCore
 from leadline.engine.request import Delta, FinishReason, Progress, Request
 from leadline.engine.sampler import Logprob
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CheckpointError, LeadlineError, PromptError, RequestError
+from leadline.errors import CheckpointError, ImageError, LeadlineError, PromptError, RequestError, SamplingError
 from leadline.model.step import Prefill
 from leadline.text.chat import ChatDelta, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import content_ids, expand_images, load_image, prepare_image
@@ -28,8 +31,6 @@ Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-_DEFAULT_CACHE_TOKENS = 1 << 18
-_DEFAULT_SNAPSHOTS = 64
 _HASHED_BYTES = 1 << 26  # of a file, in blocks spread over it
 _HASHED_BLOCK = 1 << 16
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -106,6 +107,8 @@ def resolve_model(model: str | Path | None) -> Path:
     """
     if model is None:
         return default_model_folder()
+    if not isinstance(model, str | Path):
+        raise CheckpointError(f"model: expected a folder, a hub id or None, got {model!r}")
     if Path(model).exists():
         return Path(model)
     if not _HUB_ID.fullmatch(str(model)):
@@ -121,11 +124,18 @@ def resolve_model(model: str | Path | None) -> Path:
         raise CheckpointError(f"model {str(model)!r}: no such folder, and the hub says: {reason}") from error
 
 
+class Parts(NamedTuple):
+    """A model in memory and its tokenizer."""
+
+    model: Any
+    tokenizer: Tokenizer
+
+
 class LLM:
     """A loaded model with its tokenizer and engine, for one thread.
 
     Args:
-        model: folder, hub id, or None for the small random model.
+        model: folder, hub id, None for the small random model, or the parts of one in memory.
         weights: "dense" keeps bf16 weights in memory, "packed" the stored bytes, "auto" what fits.
         prefill: "halo" is exact, "replay" the cheaper approximation, "full" runs every layer on every prompt token.
         speculate: draft with the model's own draft stages: the same distribution, fewer steps if drafts are good.
@@ -135,12 +145,13 @@ class LLM:
         max_cache_tokens: tokens that the cache holds, of running sequences and of past ones to start from.
         max_snapshots: places in past sequences from which new ones can start; 0 = every prompt starts afresh.
         host_cache_bytes: host memory for what the cache of past sequences gives up.
-    Raises: CheckpointError, ConfigError.
+        max_waiting: most sequences that wait for a place; None = no bound.
+    Raises: CheckpointError, ConfigError, and RequestError for an option out of range.
     """
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Parts | None = None,
         *,
         weights: Literal["auto", "dense", "packed"] = "auto",
         prefill: Prefill = "halo",
@@ -148,83 +159,50 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 512,
-        max_cache_tokens: int = _DEFAULT_CACHE_TOKENS,
-        max_snapshots: int = _DEFAULT_SNAPSHOTS,
+        max_cache_tokens: int = 1 << 18,
+        max_snapshots: int = 64,
         host_cache_bytes: int = 0,
         max_waiting: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        folder = resolve_model(model)
-        from leadline.model.model import Model  # here: an LLM around another model needs none of it
-
-        loaded = Model.load(folder, weights=weights, progress=progress)
-        self._folder: Path | None = folder
-        self._set_up(
-            loaded,
-            Tokenizer.load(folder, loaded.config),
-            name=str(model or folder.name),
-            prefill=prefill,
-            speculate=speculate,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_cache_tokens=max_cache_tokens,
-            max_snapshots=max_snapshots,
-            host_cache_bytes=host_cache_bytes,
-            max_waiting=max_waiting,
-        )
-
-    @classmethod
-    def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
-        """The same around a model in memory. `options`: the constructor's from `prefill` on, and a name."""
-        llm = cls.__new__(cls)
-        llm._folder = None
-        llm._set_up(model, tokenizer, **options)
-        return llm
-
-    def _set_up(
-        self,
-        model: Any,
-        tokenizer: Tokenizer,
-        *,
-        name: str = "model",
-        prefill: Prefill = "halo",
-        speculate: bool | Speculation = False,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int = 512,
-        max_cache_tokens: int = _DEFAULT_CACHE_TOKENS,
-        max_snapshots: int = _DEFAULT_SNAPSHOTS,
-        host_cache_bytes: int = 0,
-        max_waiting: int | None = None,
-    ) -> None:
-        for option, value, least in (
-            ("max_model_len", max_model_len, 2),
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("max_cache_tokens", max_cache_tokens, 1),
-            ("max_snapshots", max_snapshots, 0),
-            ("host_cache_bytes", host_cache_bytes, 0),
-            ("max_waiting", max_waiting, 1),
-        ):
-            if value is not None and (type(value) is not int or value < least):
-                raise RequestError(f"{option}: expected an integer of at least {least}, got {value!r}")
+        check_integer("max_num_seqs", max_num_seqs, 1)
+        check_integer("max_num_batched_tokens", max_num_batched_tokens, 1)
+        check_integer("max_cache_tokens", max_cache_tokens, 1)
+        check_integer("max_snapshots", max_snapshots, 0)
+        check_integer("host_cache_bytes", host_cache_bytes, 0)
+        if max_waiting is not None:
+            check_integer("max_waiting", max_waiting, 1)
         if not isinstance(speculate, bool | Speculation):
             raise RequestError(f"speculate: expected True, False or a Speculation, got {speculate!r}")
-        self.name = name
-        self.model = model
-        self.config = model.config
-        self.tokenizer = tokenizer
-        self.cache = model.new_cache(
+
+        def check_length(config: ModelConfig) -> None:
+            if max_model_len is not None:
+                check_integer("max_model_len", max_model_len, 2, config.max_position_embeddings)
+
+        self._folder: Path | None = None
+        if isinstance(model, Parts):
+            self.name = "model"
+            self.model, self.tokenizer = model
+            check_length(self.model.config)
+        else:
+            self._folder = folder = resolve_model(model)
+            self.name = str(model or folder.name)
+            check_length(read_config(folder))  # before the weights are read, which may take long
+            from leadline.model.model import Model  # here: an LLM around another model needs none of it
+
+            self.model = Model.load(folder, weights=weights, progress=progress)
+            self.tokenizer = Tokenizer.load(folder, self.model.config)
+        self.config = self.model.config
+        self.cache = self.model.new_cache(
             max_tokens=max_cache_tokens,
             max_sequences=max_num_seqs,
             max_step_tokens=max_num_batched_tokens,
             max_snapshots=max_snapshots,
         )
         self.engine = EngineCore(
-            model,
+            self.model,
             self.cache,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             prefill=prefill,
             speculation=Speculation() if speculate is True else speculate or None,
             max_length=max_model_len,
@@ -234,6 +212,11 @@ class LLM:
         )
         self._inbox: dict[int, list[Delta]] = {}  # deltas of open generations, by ticket
 
+    @classmethod
+    def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
+        """The same around a model in memory; `options` are the constructor's."""
+        return cls(Parts(model, tokenizer), **options)
+
     def generate(
         self,
         prompts: Prompts,
@@ -242,8 +225,9 @@ class LLM:
         images: Sequence[Sequence[ImageSource]] | None = None,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts, texts (BOS is put in front) or token ids (taken as they are).
+        """Continue prompts, texts (BOS is put in front) or token ids (taken as they are, at least one).
 
+        An empty text is BOS alone. A list of no prompts is refused: it could as well be a prompt of no ids.
         images: per prompt its images, one for each image token; a prompt without image tokens gets them at its start.
         A sequence that fails on its own ends with finish_reason "error"; the others go on.
         Raises: RequestError of some kind if any request cannot be served; nothing has run then.
@@ -277,8 +261,8 @@ class LLM:
         """What `generate` does before the model runs: token ids, and images read and encoded."""
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
         sources: Sequence[Sequence[ImageSource]] = [()] * len(ids) if images is None else images
-        if len(sources) != len(ids):
-            raise PromptError(f"images: expected one list for each of {len(ids)} prompts, got {len(sources)}")
+        if not _is_list(sources) or len(sources) != len(ids) or not all(map(_is_list, sources)):
+            raise PromptError(f"images: expected one list for each of {len(ids)} prompts, got {brief(images)}")
         for prompt_ids, given in zip(ids, sources, strict=True):
             if given and self.config.image_token_id not in prompt_ids:
                 at = int(prompt_ids[:1] == [self.config.bos_token_id])
@@ -336,11 +320,9 @@ class LLM:
         Thinking counts as part of the answer: a small `max_tokens` may end inside it and leave `text` empty.
         Raises: as `generate`.
         """
-        conversations = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts = [
-            render_chat(self.tokenizer, conversation, thinking=thinking, effort=effort, tools=tools)  # type: ignore[arg-type]
-            for conversation in conversations
-        ]
+        is_one = not _is_list(messages) or not messages or not _is_list(messages[0])
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        prompts = [self._render(conversation, thinking, effort, tools) for conversation in conversations]
         requests = self._chat_requests(prompts, sampling_params)
         outputs = _empty_outputs([prompt.text for prompt in prompts], requests)
         with closing(self._run_chat(prompts, requests, progress)) as pieces:
@@ -359,7 +341,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> Generator[ChatPiece, None, None]:
         """As `chat` for one conversation, step by step. Close the iterator to cancel."""
-        prompt = render_chat(self.tokenizer, messages, thinking=thinking, effort=effort, tools=tools)
+        prompt = self._render(messages, thinking, effort, tools)
         return self._run_chat([prompt], self._chat_requests([prompt], sampling_params), progress)
 
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
@@ -377,14 +359,15 @@ class LLM:
     def save_prefixes(self, path: str | Path) -> None:
         """Write the cache of past sequences to a file, for `load_prefixes` with the same model.
 
-        Raises: RequestError without a prefix cache, or for a model that was not loaded from a folder.
+        Raises: RequestError without a prefix cache, or for a model that was not loaded from a folder. CheckpointError
+        if the file cannot be written.
         """
         self._prefix_cache().save(path, self._fingerprint())
 
     def load_prefixes(self, path: str | Path) -> None:
         """Add what `save_prefixes` wrote to the cache of past sequences, as far as there is room.
 
-        Raises: CheckpointError if the file is damaged or of another model. RequestError as `save_prefixes`.
+        Raises: CheckpointError if the file is missing, damaged or of another model. RequestError as `save_prefixes`.
         """
         self._prefix_cache().load(path, self._fingerprint())
 
@@ -426,6 +409,15 @@ class LLM:
 
         return pieces()
 
+    def _render(self, messages: Any, thinking: Any, effort: Any, tools: Any) -> ChatPrompt:
+        if not _is_list(messages):
+            raise PromptError(f"messages: expected a list of messages, got {brief(messages)}")
+        if not isinstance(thinking, bool | None):
+            raise PromptError(f"thinking: expected True, False or None, got {brief(thinking)}")
+        if tools is not None and not _is_list(tools):
+            raise PromptError(f"tools: expected a list of function tools, got {brief(tools)}")
+        return render_chat(self.tokenizer, messages, thinking=thinking, effort=effort, tools=tools)
+
     def _chat_requests(self, prompts: list[ChatPrompt], params: Params) -> list[Request]:
         listed = _params(params, len(prompts))
         return [self._request(p.token_ids, p.images, entry) for p, entry in zip(prompts, listed, strict=True)]
@@ -435,7 +427,11 @@ class LLM:
             return Request(token_ids=token_ids, params=params)
         vision = self.config.vision
         if vision is None:
-            raise PromptError(f"images: expected none, got {len(images)}; this model does not read images")
+            got = len(images) or f"the image token {self.config.image_token_id} in the prompt"
+            raise PromptError(f"images: expected none, got {got}; this model does not read images")
+        for source in images:
+            if not isinstance(source, str | bytes | Path):
+                raise ImageError(f"images: expected paths, bytes or data URLs, got {brief(source)}")
         prepared = [prepare_image(load_image(source), vision) for source in images]
         ids_T, types_T = expand_images(token_ids, [image.plan for image in prepared], self.config.image_token_id)
         return Request(
@@ -450,18 +446,34 @@ class LLM:
         return self.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else list(prompt)
 
 
-def _listed(prompts: Prompts) -> list[Prompt]:
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _listed(prompts: Any) -> list[Prompt]:
     """One prompt or several as a list; a list of integers is one prompt."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_list(prompts) or not prompts:
+        raise PromptError(
+            f"prompts: expected a text, token ids, or a list of at least one of them, got {brief(prompts)}"
+        )
+    if isinstance(prompts[0], int):
+        return [prompts]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not _is_list(prompt):
+            raise PromptError(f"prompts[{i}]: expected a text or a list of token ids, got {brief(prompt)}")
+    return list(prompts)
 
 
-def _params(params: Params, count: int) -> list[SamplingParams]:
+def _params(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise PromptError(f"sampling_params: expected one, or one for each of {count} prompts, got {len(params)}")
+    if not _is_list(params) or len(params) != count or not all(isinstance(entry, SamplingParams) for entry in params):
+        raise SamplingError(
+            f"sampling_params: expected one SamplingParams, or a list of one for each of {count} prompts, got "
+            f"{brief(params)}"
+        )
     return list(params)
 
 

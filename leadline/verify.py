@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -26,7 +27,8 @@ from leadline.config.token_types import TokenType
 from leadline.errors import VerificationError
 from leadline.formats import fp4, fp8
 from leadline.formats.rows import compressed_row, index_row, window_row
-from leadline.model.block import Block, Trace
+from leadline.model.block import Block
+from leadline.model.draft import DraftOutput
 from leadline.model.model import Model
 from leadline.model.step import Run
 from leadline.text.images import prepare_image
@@ -177,35 +179,25 @@ def _check_embedded(model: Model, recording: Recording) -> list[Part]:
     ]
 
 
-def _image_part(recording: Recording) -> tuple[Tensor | None, Tensor | None]:
-    """Token types of the prompt and the recorded embeddings of its images; None for text."""
+def _images(recording: Recording) -> dict[str, Any]:
+    """What a run needs for the images of the prompt: token types and the recorded embeddings; nothing for text."""
     if "token_types" not in recording:
-        return None, None
+        return {}
     types = recording["token_types"].long()
-    return types, recording["embedded"][types != TokenType.TEXT]
+    return {"token_types": types, "image_rows": recording["embedded"][types != TokenType.TEXT]}
 
 
-class _FedBlock(Block):
-    """A block whose successor is given the recorded output instead of this one's own."""
+def _fed(block: Block, *recorded: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+    """The block, except that its successor is given the recorded output instead of this one's own."""
 
-    def __init__(self, block: Block, stream: Tensor, pre_mix: Tensor) -> None:
-        self._block = block  # which has the weights: nothing is loaded here
-        self._recorded = (stream, pre_mix)
-
-    def __call__(
-        self,
-        h_TSD: Tensor,
-        pre_TS: Tensor,
-        attend: Callable[[Tensor], Tensor],
-        keep: Tensor | None,
-        image_T: Tensor | None,
-        trace: Trace | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        h_TSD, pre_TS = self._block(h_TSD, pre_TS, attend, keep, image_T, trace)
-        assert trace is not None
+    def run(*given: Any) -> tuple[Tensor, ...]:
+        h_TSD, pre_TS = block(*given)
+        *_, trace = given
         trace("own_stream", h_TSD)
         trace("own_pre_mix", pre_TS)
-        return self._recorded
+        return recorded
+
+    return run
 
 
 def _run_fed(model: Model, recording: Recording) -> dict[str, Tensor]:
@@ -216,28 +208,18 @@ def _run_fed(model: Model, recording: Recording) -> dict[str, Tensor]:
     cache = model.new_cache(max_tokens=len(ids) + num_steps, max_step_tokens=max(len(ids), num_steps))
     sequence = cache.open()
 
-    def step(
-        token_ids: Tensor, stream: Tensor, pre_mix: Tensor, types: Tensor | None, image_rows: Tensor | None
-    ) -> None:
+    def step(token_ids: Tensor, stream: Tensor, pre_mix: Tensor, images: dict[str, Any]) -> None:
         fed = copy.copy(model)
         fed.layers = [copy.copy(layer) for layer in model.layers]
         for k, layer in enumerate(fed.layers):
-            layer.block = _FedBlock(layer.block, stream[k], pre_mix[k])
-        run = Run(
-            sequence=sequence,
-            token_ids=token_ids,
-            logits_from=0,
-            prompt_length=len(ids),
-            prefill="full",
-            token_types=types,
-            image_rows=image_rows,
-        )
+            layer.block = _fed(layer.block, stream[k], pre_mix[k])  # type: ignore[assignment]
+        run = Run(sequence, token_ids, logits_from=0, prompt_length=len(ids), prefill="full", **images)
         fed.step([run], cache, lambda name, value: seen[name].append(value))
 
-    step(ids, recording["prefill_stream"], recording["prefill_pre_mix"], *_image_part(recording))
+    step(ids, recording["prefill_stream"], recording["prefill_pre_mix"], _images(recording))
     # All decoded positions in one run: what a position sees does not depend on how tokens are cut into runs.
     stream, pre_mix = (recording[f"decode_{name}"].transpose(0, 1) for name in ("stream", "pre_mix"))
-    step(tokens[:num_steps], stream, pre_mix, None, None)
+    step(tokens[:num_steps], stream, pre_mix, {})
     sequence.close()
     return {name: torch.cat(values) for name, values in seen.items()}
 
@@ -251,10 +233,10 @@ def _check_layers(model: Model, recording: Recording) -> list[Part]:
 
     def near(name: str, found: Tensor, expected: Tensor, is_same: Tensor | None = None) -> Part:
         error = _relative_error(found, expected)
-        binding = (
-            error if is_same is None else error.masked_fill(~is_same, 0.0)
-        )  # single positions; the mean includes swapped rows
-        worst = _check("worst" if is_same is None else "worst, same selection", binding.max(), LAYER_WORST)
+        if is_same is None:
+            worst = _check("worst", error.max(), LAYER_WORST)
+        else:  # the mean alone includes swapped rows
+            worst = _check("worst, same selection", error.masked_fill(~is_same, 0.0).max(), LAYER_WORST)
         return _part(name, error, _check("mean", error.mean(), LAYER_MEAN), worst)
 
     selections = {
@@ -296,90 +278,62 @@ def _overlap(found_TK: Tensor, expected_TK: Tensor) -> Tensor:
     return torch.where((wanted + got) == 0, 1.0, is_found.sum(-1) / torch.maximum(wanted, got).clamp_min(1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafts:
-    logits: Tensor  # [steps, block, V]
-    confidence: Tensor  # [steps, block]
-
-
 @torch.inference_mode()
 def _run_chained(
-    model: Model,
-    ids: Tensor,
-    tokens: Tensor,
-    types: Tensor | None = None,
-    image_rows: Tensor | None = None,
-    drafts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, _Drafts | None]:
+    model: Model, ids: Tensor, tokens: Tensor, images: Mapping[str, Any] | None = None, drafts: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[DraftOutput]]:
     """Logits of a whole prompt and of single steps on `tokens`, and drafts after every step, given those before."""
     cache = model.new_cache(max_tokens=len(ids) + len(tokens), max_step_tokens=len(ids), poison=True)
     sequence = cache.open()
-    run = Run(
-        sequence=sequence,
-        token_ids=ids,
-        logits_from=0,
-        prompt_length=len(ids),
-        prefill="full",
-        token_types=types,
-        image_rows=image_rows,
-    )
+    run = Run(sequence, ids, logits_from=0, prompt_length=len(ids), prefill="full", **(images or {}))
     prefill = model.step([run], cache).logits[0]
-    steps, drafted = [], []
+    steps, drafted = [prefill[:0]], []
     for t in range(len(tokens)):
-        run = Run(sequence=sequence, token_ids=tokens[t : t + 1], logits_from=sequence.length, prompt_length=len(ids))
+        run = Run(sequence, tokens[t : t + 1], logits_from=sequence.length, prompt_length=len(ids))
         steps.append(model.step([run], cache).logits[0])
         if drafts is not None:
             line = drafts[t]
             drafted.append(model.draft(cache, [sequence], line[:1], lambda i, _, line=line: line[i + 1 : i + 2]))  # type: ignore[misc]
     sequence.close()
-    decode = torch.cat(steps) if steps else prefill[:0]
-    if not drafted:
-        return prefill, decode, None
-    out = _Drafts(torch.cat([d.logits for d in drafted]), torch.cat([d.confidence for d in drafted]))
-    return prefill, decode, out
+    return prefill, torch.cat(steps), drafted
 
 
 def _check_chained(model: Model, recording: Recording) -> list[Part]:
     ids, tokens = recording["input_ids"].long(), recording["tokens"].long()
-    types, image_rows = _image_part(recording)
     drafts = recording["draft_tokens"].long() if "draft_tokens" in recording else None
     expected = recording["decode_logits"]
-    prefill, decode, drafted = _run_chained(model, ids, tokens[: len(expected)], types, image_rows, drafts)
+    prefill, decode, drafted = _run_chained(model, ids, tokens[: len(expected)], _images(recording), drafts)
     noise_prefill, noise_decode = recording["noise_prefill"], recording["noise_decode"]
     noise = noise_decode.median()
 
-    def near(name: str, error: Tensor, noise: Tensor) -> Part:
-        return _part(
-            name,
-            error,
-            _check("median", error.median(), LOGIT_MEDIAN * float(noise)),
-            _check("95 %", error.quantile(0.95), LOGIT_P95 * float(noise)),
-        )
+    def near(name: str, error: Tensor, noise: Tensor = noise) -> Part:
+        error, unit = error.flatten(), float(noise)
+        median = _check("median", error.median(), LOGIT_MEDIAN * unit)
+        return _part(name, error, median, _check("95 %", error.quantile(0.95), LOGIT_P95 * unit))
 
     parts = [
         near("prefill logits", _logit_error(prefill, recording["prefill_logits"]), noise_prefill.median()),
-        near("decode logits", _logit_error(decode, expected), noise),
+        near("decode logits", _logit_error(decode, expected)),
     ]
     chosen = torch.cat((prefill[-1:], decode)).argmax(-1)
     spread = torch.cat((recording["prefill_logits"][-1:], expected)).std(-1)
     allowed = MARGIN * torch.cat((noise_prefill[-1:], noise_decode)) * spread
     parts.append(_broken("greedy tokens", (chosen != tokens) & (recording["top1_margin"] > allowed)))
-    if drafts is not None and drafted is not None:
+    if drafts is not None and drafted:
+        logits, confidence = (torch.cat([getattr(d, name) for d in drafted]) for name in ("logits", "confidence"))
         at = recording["draft_logits_steps"].long()
-        parts.append(near("draft logits", _logit_error(drafted.logits[at], recording["draft_logits"]).flatten(), noise))
-        confidence = recording["draft_confidence"]
-        parts.append(
-            near("draft confidence", ((drafted.confidence - confidence).abs() / confidence.std()).flatten(), noise)
-        )
-        best = drafted.logits.topk(2).values
-        is_clear = best[..., 0] - best[..., 1] > MARGIN * noise_decode[:, None] * drafted.logits.std(-1)
-        parts.append(_broken("draft tokens", (drafted.logits.argmax(-1) != drafts[:, 1:]) & is_clear))
+        parts.append(near("draft logits", _logit_error(logits[at], recording["draft_logits"])))
+        wanted = recording["draft_confidence"]
+        parts.append(near("draft confidence", (confidence - wanted).abs() / wanted.std()))
+        best = logits.topk(2).values
+        is_clear = best[..., 0] - best[..., 1] > MARGIN * noise_decode[:, None] * logits.std(-1)
+        parts.append(_broken("draft tokens", (logits.argmax(-1) != drafts[:, 1:]) & is_clear))
     for name in ("one_token", "two_tokens"):
         if f"{name}/input_ids" in recording:
             expected = torch.cat((recording[f"{name}/prefill_logits"], recording[f"{name}/decode_logits"]))
             steps = recording[f"{name}/tokens"].long()[: len(recording[f"{name}/decode_logits"])]
             found = torch.cat(_run_chained(model, recording[f"{name}/input_ids"].long(), steps)[:2])
-            parts.append(near(f"{name} logits", _logit_error(found, expected), noise))
+            parts.append(near(f"{name} logits", _logit_error(found, expected)))
     return parts
 
 

@@ -7,16 +7,14 @@ first chunk, ITL between chunks, TPOT the time after the first token divided by 
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
+import numpy as np
 
 from leadline import client
 from leadline.bench.workload import Session, Turn, Workload, draw, sample_text
@@ -40,13 +38,17 @@ class Outcome:
     cached: int | None = None
 
 
+class _WrongRequestError(ServerError):
+    """A request that the server refuses as wrong."""
+
+
 class Benchmark:
     """A workload against a server.
 
     url: the server's address. model: its name there; empty for the first that it lists. vocab_size: draw prompts from
     all ids below it, instead of the plain ones that `/tokenize` tells. request_seconds: a request that takes longer
-    counts as failed. on_outcome: called after each request. outcomes, seconds: what was measured so far, also if `run`
-    is cancelled; from the first request to the last answer.
+    counts as failed. report: called after each request with the number done, the number of all, and a word for people.
+    outcomes, seconds: what was measured so far, also if `run` is cancelled; from the first request to the last answer.
     Raises: ServerError for an address or key that no request can carry.
     """
 
@@ -59,20 +61,21 @@ class Benchmark:
         api_key: str = "",
         vocab_size: int | None = None,
         request_seconds: float = 600.0,
-        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+        report: Callable[[int, int, str], None] = lambda done, total, what: None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._connection = client.connection(url, api_key) | {"limits": limits, "transport": transport}
         self.url = client.base_url(url)
         self.model = model
         self.workload = workload
         self.outcomes: list[Outcome] = []
         self._started = time.perf_counter()
         self._ended: float | None = None
-        self._headers = client.headers(api_key)
         self._vocab_size = vocab_size
         self._request_seconds = request_seconds
-        self._on_outcome = on_outcome
-        self._transport = transport
+        self._report = report
+        self._failed = 0
 
     @property
     def seconds(self) -> float:
@@ -84,24 +87,15 @@ class Benchmark:
         Raises: ServerError if the server is not there, is something else, or refuses a request as wrong (a 4xx other
             than 429: all others would fare alike).
         """
-        async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(
-                httpx.AsyncClient(
-                    base_url=self.url,
-                    headers=self._headers,
-                    timeout=httpx.Timeout(None, connect=client.CONNECT_SECONDS),
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                    transport=self._transport,
-                )
-            )
+        async with httpx.AsyncClient(**self._connection) as http:
             sessions = draw(self.workload, await self._prepare(http))
-            limit = asyncio.Semaphore(self.workload.concurrency or len(sessions))
+            limit = asyncio.Semaphore(self.workload.max_concurrency or len(sessions))
             self._started = time.perf_counter()
             try:
                 async with asyncio.TaskGroup() as group:
                     for session in sessions:
                         group.create_task(self._session(http, session, limit))
-            except* ServerError as errors:
+            except* _WrongRequestError as errors:
                 raise errors.exceptions[0] from None  # requests refused for the same reason say the same
             finally:
                 self._ended = time.perf_counter()
@@ -109,17 +103,13 @@ class Benchmark:
     async def _prepare(self, http: httpx.AsyncClient) -> Sequence[int]:
         """Settles the model's name and returns the token ids to draw from."""
         try:
-            async with asyncio.timeout(client.CONNECT_SECONDS):
-                known = client.models(await http.get("/v1/models"), self.url)
-                if self.model and self.model not in known:
-                    raise ServerError(f"model {self.model!r}: expected one that {self.url} serves, {', '.join(known)}")
-                self.model = self.model or known[0]
-                if self._vocab_size is not None:
-                    return range(self._vocab_size)
-                body = {"model": self.model, "prompt": sample_text(), "add_special_tokens": False}
-                response = await http.post("/tokenize", json=body)
-        except httpx.HTTPError as error:
-            raise client.unreachable(self.url, error) from None
+            with client.failures_in_words(self.url):
+                async with asyncio.timeout(client.CONNECT_SECONDS):
+                    self.model = client.model_name(await http.get("/v1/models"), self.url, self.model)
+                    if self._vocab_size is not None:
+                        return range(self._vocab_size)
+                    body = {"model": self.model, "prompt": sample_text(), "add_special_tokens": False}
+                    response = await http.post("/tokenize", json=body)
         except TimeoutError:
             raise ServerError(f"server {self.url}: no answer within {client.CONNECT_SECONDS:.0f} s") from None
         if not response.is_success:
@@ -133,16 +123,19 @@ class Benchmark:
             async with limit:
                 outcome = Outcome(prompt_len=len(turn.prompt))
                 try:
-                    async with asyncio.timeout(self._request_seconds):
-                        await self._request(http, turn, outcome)
+                    with client.failures_in_words(self.url):
+                        async with asyncio.timeout(self._request_seconds):
+                            await self._request(http, turn, outcome)
                 except TimeoutError:
-                    outcome.error = f"no end within {self._request_seconds:.0f} s"
-                except httpx.HTTPError as error:
-                    outcome.error = str(client.unreachable(self.url, error))
-                except _RequestFailedError as error:
+                    outcome.error = f"no end within {self._request_seconds:g} s"
+                except _WrongRequestError:
+                    raise
+                except ServerError as error:
                     outcome.error = str(error)
             self.outcomes.append(outcome)
-            self._on_outcome(outcome)
+            self._failed += outcome.state == "failed"
+            what = f"requests, {self._failed} failed" if self._failed else "requests"
+            self._report(len(self.outcomes), self.workload.sessions * self.workload.turns, what)
 
     async def _request(self, http: httpx.AsyncClient, turn: Turn, outcome: Outcome) -> None:
         body = {
@@ -156,28 +149,19 @@ class Benchmark:
             body["temperature"] = self.workload.temperature
         if self.workload.ignore_eos:
             body["ignore_eos"] = True
-        chunks, usage, is_finished = 0, None, False
+        chunks, stream = 0, client.EventStream()
         start = last = time.perf_counter()
         async with http.stream("POST", _PATH, json=body) as response:
             if not response.is_success:
                 error = client.refused(self.url, _PATH, response.status_code, await response.aread())
-                if response.status_code < 500 and response.status_code != 429:
-                    raise error
-                raise _RequestFailedError(str(error))
+                is_wrong = response.status_code < 500 and response.status_code != 429
+                raise _WrongRequestError(str(error)) if is_wrong else error
             if turn.cancel_after == 0:
                 outcome.state = "cancelled"
                 return
             async for line in response.aiter_lines():
-                try:
-                    chunk = client.event(line)
-                except ServerError as error:
-                    raise _RequestFailedError(str(error)) from None
-                if chunk is None:
+                if not stream.choices(line):
                     continue
-                usage = chunk.get("usage") or usage
-                if not chunk.get("choices"):
-                    continue
-                is_finished = is_finished or chunk["choices"][0].get("finish_reason") is not None
                 now = time.perf_counter()
                 if chunks:
                     outcome.gaps.append(now - last)
@@ -187,17 +171,11 @@ class Benchmark:
                 if chunks == turn.cancel_after:
                     outcome.state = "cancelled"
                     return
-        if not is_finished:
-            raise _RequestFailedError("the stream ended before the answer did")
+        stream.check_end(self.url)
         outcome.latency = last - start
-        outcome.output_len = (usage or {}).get("completion_tokens", chunks)
-        details = (usage or {}).get("prompt_tokens_details") or {}
-        outcome.cached = details.get("cached_tokens")
+        outcome.output_len = stream.usage.get("completion_tokens", chunks)
+        outcome.cached = (stream.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         outcome.state = "completed"
-
-
-class _RequestFailedError(Exception):
-    """One request failed; the others go on."""
 
 
 def summary(benchmark: Benchmark) -> dict[str, Any]:
@@ -240,37 +218,14 @@ def summary(benchmark: Benchmark) -> dict[str, Any]:
         ("itl", [gap for outcome in completed for gap in outcome.gaps]),
         ("e2el", [outcome.latency for outcome in completed]),
     ):
-        figures |= _figures(name, values)
-    figures["p90_ttft_short_ms"] = _quantile([outcome.ttft for outcome in by_length[:half]], 90)
-    figures["p90_ttft_long_ms"] = _quantile([outcome.ttft for outcome in by_length[half:]], 90)
+        for kind, statistic in (("mean", np.mean), ("median", np.median), ("std", np.std)):
+            figures[f"{kind}_{name}_ms"] = _milliseconds(statistic, values)
+        for share in _QUANTILES:
+            figures[f"p{share}_{name}_ms"] = _milliseconds(np.percentile, values, share)
+    for name, some in (("short", by_length[:half]), ("long", by_length[half:])):
+        figures[f"p90_ttft_{name}_ms"] = _milliseconds(np.percentile, [outcome.ttft for outcome in some], 90)
     return figures
 
 
-def _figures(name: str, values: list[float]) -> dict[str, float | None]:
-    """Mean, median, deviation and quantiles of seconds, in milliseconds."""
-    figures: dict[str, float | None] = {
-        f"mean_{name}_ms": statistics.fmean(values) * 1000 if values else None,
-        f"median_{name}_ms": statistics.median(values) * 1000 if values else None,
-        f"std_{name}_ms": statistics.pstdev(values) * 1000 if values else None,
-    }
-    return figures | {f"p{share}_{name}_ms": _quantile(values, share) for share in _QUANTILES}
-
-
-def _quantile(values: list[float], share: int) -> float | None:
-    """In milliseconds, linear between neighbours, as numpy's default."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * share / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return (ordered[low] + (ordered[high] - ordered[low]) * (at - low)) * 1000
-
-
-def settings(workload: Workload) -> dict[str, Any]:
-    """The workload as it goes into the JSON line."""
-    fields = asdict(workload)
-    fields["request_rate"] = workload.rate if math.isfinite(workload.rate) else "inf"
-    fields["max_concurrency"] = fields.pop("concurrency")
-    del fields["rate"]
-    return fields
+def _milliseconds(statistic: Callable[..., Any], seconds: list[float], *arguments: int) -> float | None:
+    return float(statistic(seconds, *arguments)) * 1000 if seconds else None

@@ -6,47 +6,83 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
-from leadline.errors import LeadlineError
+import typer
+
+from leadline.config.checks import check_integer, check_number
+from leadline.errors import RequestError
+
+
+class Range(NamedTuple):
+    """Of lengths, both ends included."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}"
+
+
+def _range(text: str | Range) -> Range:
+    if isinstance(text, Range):  # a default
+        return text
+    low, colon, high = text.partition(":")
+    try:
+        return Range(int(low), int(high if colon else low))
+    except ValueError:
+        raise typer.BadParameter(f"expected a length like 128 or a range like 128:512, got {text!r}") from None
+
+
+_PROMPT, _ANSWER = Range(128, 512), Range(16, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lengths are in tokens, ranges have both ends included.
+    """What is asked; each field is an option of the command. Lengths are in tokens.
 
-    sessions: conversations; each goes through its turns one after the other.
-    turns: requests of a session. The prompt of a turn is the prompt of the turn before and new tokens; what the server
-        answered is not part of it, as its token ids are no standard field.
-    shared_prefix: tokens that all sessions begin with.
-    input_len, output_len: range of the new tokens of a turn, and of `max_tokens`.
-    rate: sessions that start in a second, as a Poisson process; infinite: all at once.
-    concurrency: most requests in flight; None: no limit.
-    cancel: share of requests that the client drops, at an even chance before each of its output tokens.
-    temperature: None leaves it to the server. ignore_eos: ask for full-length answers (a field of vLLM's).
+    The prompt of a turn is the prompt of the turn before and new tokens; what the server answered is not part of it, as
+    its token ids are no standard field. A request that is cancelled is dropped at an even chance before each of its
+    output tokens. Raises: RequestError for a value out of range.
     """
 
-    sessions: int = 16
-    turns: int = 1
-    shared_prefix: int = 0
-    input_len: tuple[int, int] = (128, 512)
-    output_len: tuple[int, int] = (16, 64)
-    rate: float = math.inf
-    concurrency: int | None = None
-    cancel: float = 0.0
-    temperature: float | None = None
-    ignore_eos: bool = False
-    seed: int = 0
+    sessions: Annotated[int, typer.Option(help="Conversations.")] = 16
+    turns: Annotated[int, typer.Option(help="Requests of each, one after the other.")] = 1
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all begin with.")] = 0
+    input_len: Annotated[
+        Range,
+        typer.Option(parser=_range, metavar="LOW:HIGH", help="New prompt tokens of a turn.", show_default=str(_PROMPT)),
+    ] = _PROMPT
+    output_len: Annotated[
+        Range,
+        typer.Option(parser=_range, metavar="LOW:HIGH", help="Most tokens of an answer.", show_default=str(_ANSWER)),
+    ] = _ANSWER
+    request_rate: Annotated[
+        float, typer.Option(help="Sessions that start in a second (Poisson); inf: all at once.")
+    ] = math.inf
+    max_concurrency: Annotated[
+        int | None, typer.Option("--max-concurrency", "-c", help="Most requests in flight.", show_default="no limit")
+    ] = None
+    cancel: Annotated[float, typer.Option(help="Share of requests dropped on the way.")] = 0.0
+    temperature: Annotated[float | None, typer.Option(show_default="the server's")] = None
+    ignore_eos: Annotated[bool, typer.Option(help="Full-length answers; vLLM and leadline know it.")] = False
+    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "turns"):
-            _check(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
+        check_integer("sessions", self.sessions, 1)
+        check_integer("turns", self.turns, 1)
+        check_integer("shared_prefix", self.shared_prefix, 0)
         for name in ("input_len", "output_len"):
-            low, high = getattr(self, name)
-            _check(name, 1 <= low <= high, "a range LOW:HIGH with 1 <= LOW <= HIGH", f"{low}:{high}")
-        _check("shared_prefix", self.shared_prefix >= 0, "at least 0", self.shared_prefix)
-        _check("rate", self.rate > 0, "sessions per second above 0", self.rate)
-        _check("concurrency", self.concurrency is None or self.concurrency >= 1, "at least 1", self.concurrency)
-        _check("cancel", 0 <= self.cancel <= 1, "a share from 0 to 1", self.cancel)
+            lengths = getattr(self, name)
+            if not 1 <= lengths.low <= lengths.high:
+                raise RequestError(f"{name}: expected a range LOW:HIGH with 1 <= LOW <= HIGH, got {lengths}")
+        if not self.request_rate > 0:
+            raise RequestError(f"request_rate: expected sessions per second above 0, got {self.request_rate}")
+        if self.max_concurrency is not None:
+            check_integer("max_concurrency", self.max_concurrency, 1)
+        check_number("cancel", self.cancel, 0, 1)
+        if self.temperature is not None:
+            check_number("temperature", self.temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +124,7 @@ def draw(workload: Workload, token_ids: Sequence[int]) -> list[Session]:
                 )
             )
         sessions.append(Session(start=start, turns=turns))
-        start += random_.expovariate(workload.rate) if math.isfinite(workload.rate) else 0.0
+        start += random_.expovariate(workload.request_rate) if math.isfinite(workload.request_rate) else 0.0
     return sessions
 
 
@@ -97,8 +133,3 @@ def sample_text(seed: int = 0, words: int = 2000) -> str:
     random_ = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz"
     return " ".join("".join(random_.choices(letters, k=random_.randint(1, 7))) for _ in range(words))
-
-
-def _check(name: str, is_good: bool, expected: str, got: object) -> None:
-    if not is_good:
-        raise LeadlineError(f"{name.replace('_', '-')}: expected {expected}, got {got}")

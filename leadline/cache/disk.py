@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -43,7 +44,10 @@ DTYPES = {"I64": torch.int64, "U8": torch.uint8}
 
 
 def save(tree: PrefixCache, path: Path, fingerprint: str) -> None:
-    """Writes every snapshot and the nodes above it. The file appears under its name only when it is complete."""
+    """Writes every snapshot and the nodes above it. The file appears under its name only when it is complete.
+
+    Raises: CheckpointError if the file cannot be written.
+    """
     snapshots = [node.snapshot for node in tree.root.walk() if node.snapshot is not None]
     useful = {node for snapshot in snapshots for node in snapshot.node.path()}
     nodes = [node for node in tree.root.walk() if node in useful]
@@ -70,7 +74,7 @@ def save(tree: PrefixCache, path: Path, fingerprint: str) -> None:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    temporary = path.parent / f"{path.name}.{os.getpid()}.part"
     try:
         with temporary.open("wb") as file:
             digest = hashlib.sha256()
@@ -86,8 +90,14 @@ def save(tree: PrefixCache, path: Path, fingerprint: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        reason = (
+            f"cannot be written there ({error.strerror or error}); name a file in a folder that exists and has room"
+        )
+        raise CheckpointError(f"{path}: the prefix cache {reason}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it took its place, or was never there
+            temporary.unlink()
 
 
 def load(tree: PrefixCache, path: Path, fingerprint: str) -> None:
@@ -116,7 +126,10 @@ def load(tree: PrefixCache, path: Path, fingerprint: str) -> None:
                 if node is not None:
                     window_from = tuple(small["window_from"][i].tolist())
                     tree.restore_snapshot(node, window_from, int(small["used"][i]), partial(_row, windows, i))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path}: cannot be read ({reason}); name a file that `save_prefixes` wrote") from error
+    except SafetensorError as error:
         raise CheckpointError(f"{path}: not a saved prefix cache that can be read ({error}); delete it") from error
 
 

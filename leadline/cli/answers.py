@@ -14,7 +14,8 @@ import httpx
 
 from leadline import client
 from leadline.config.sampling import SamplingParams
-from leadline.errors import ImageError, LeadlineError, ServerError
+from leadline.errors import ImageError, LeadlineError
+from leadline.text.chat import render_chat
 
 if TYPE_CHECKING:
     from leadline.llm import LLM
@@ -50,9 +51,13 @@ class AnswerSource(Protocol):
 
 
 class ModelAnswers:
-    """Answers of a loaded model. `options`: thinking and effort, as in `LLM.chat`."""
+    """Answers of a loaded model. `options`: thinking and effort, as in `LLM.chat`.
+
+    Raises: PromptError for options that the model does not know.
+    """
 
     def __init__(self, llm: LLM, params: SamplingParams, **options: Any) -> None:
+        render_chat(llm.tokenizer, [{"role": "user", "content": ""}], **options)
         self._llm = llm
         self._params = params
         self._options = options
@@ -89,20 +94,11 @@ class ServerAnswers:
         effort: int | str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        self._http = httpx.Client(**client.connection(url, api_key), transport=transport)
         self._url = client.base_url(url)
-        self._http = httpx.Client(
-            base_url=self._url,
-            headers=client.headers(api_key),
-            timeout=httpx.Timeout(None, connect=client.CONNECT_SECONDS),  # a long prompt is silent for minutes
-            transport=transport,
-        )
-        try:
-            known = client.models(self._http.get("/v1/models", timeout=client.CONNECT_SECONDS), self._url)
-        except httpx.HTTPError as error:
-            raise client.unreachable(self._url, error) from None
-        if model and model not in known:
-            raise ServerError(f"model {model!r}: expected one that {self._url} serves, {', '.join(known)}")
-        self.model = model or known[0]
+        with client.failures_in_words(self._url):
+            listed = self._http.get("/v1/models", timeout=client.CONNECT_SECONDS)
+        self.model = client.model_name(listed, self._url, model)
         self._body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         self._body |= _sampling_fields(params)
         if thinking is not None:
@@ -112,40 +108,30 @@ class ServerAnswers:
 
     def answer(self, messages: list[Message], progress: Progress) -> Generator[AnswerPiece, None, None]:
         body = self._body | {"messages": [_with_image_urls(message) for message in messages]}
-        path = "/v1/chat/completions"
-        finish_reason, num_tokens = None, 0
-        try:
-            with self._http.stream("POST", path, json=body) as response:
-                if not response.is_success:
-                    raise client.refused(self._url, path, response.status_code, response.read())
-                for line in response.iter_lines():
-                    if (chunk := client.event(line)) is None:
-                        continue
-                    num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-                    for choice in chunk.get("choices", ()):
-                        finish_reason = choice.get("finish_reason") or finish_reason
-                        delta = choice.get("delta") or {}
-                        yield AnswerPiece(
-                            content=delta.get("content") or "",
-                            reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
-                        )
-        except httpx.HTTPError as error:
-            raise client.unreachable(self._url, error) from None
-        if finish_reason is None:
-            raise ServerError(f"server {self._url}: the answer broke off before its end")
-        yield AnswerPiece(num_tokens=num_tokens, finish_reason=finish_reason)
+        path, stream = "/v1/chat/completions", client.EventStream()
+        with client.failures_in_words(self._url), self._http.stream("POST", path, json=body) as response:
+            if not response.is_success:
+                raise client.refused(self._url, path, response.status_code, response.read())
+            for line in response.iter_lines():
+                for choice in stream.choices(line):
+                    delta = choice.get("delta") or {}
+                    yield AnswerPiece(
+                        content=delta.get("content") or "",
+                        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+                    )
+        stream.check_end(self._url)
+        yield AnswerPiece(num_tokens=stream.usage.get("completion_tokens", 0), finish_reason=stream.finish_reason)
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """The request fields for what differs from the defaults; `max_tokens` always, as servers differ in theirs."""
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    defaults = SamplingParams()
-    fields = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(defaults, name)}
-    if params.stop:
-        fields["stop"] = list(params.stop)
-    if params.max_tokens is not None:
-        fields["max_tokens"] = params.max_tokens
-    return fields
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    defaults = SamplingParams(max_tokens=None)
+    return {
+        name: getattr(params, name)
+        for name in (*names, "max_tokens")
+        if getattr(params, name) != getattr(defaults, name)
+    }
 
 
 def _with_image_urls(message: Message) -> Message:

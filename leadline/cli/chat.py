@@ -6,6 +6,7 @@ The model runs in this process, or with `--url` in a server; the conversation is
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import time
 from contextlib import closing, suppress
@@ -16,16 +17,26 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from leadline.cli import options
 from leadline.cli.answers import AnswerSource, ModelAnswers, ServerAnswers
-from leadline.cli.options import DEFAULTS, LONG_PROMPT, for_terminal, open_llm, progress_bar
-from leadline.config.sampling import SamplingParams
+from leadline.cli.options import (
+    LONG_PROMPT,
+    ApiKey,
+    MaxTokens,
+    ModelOptions,
+    SamplingOptions,
+    Url,
+    for_terminal,
+    open_llm,
+    progress_bar,
+)
 from leadline.errors import LeadlineError, PromptError
+from leadline.text.chat import effort_number
 
 _HELP = "/exit ends, /reset forgets all, /image PATH adds an image to the next message, Ctrl-C stops an answer"
 
 
 def chat(
+    *,
     model: Annotated[
         str,
         typer.Option(
@@ -34,8 +45,8 @@ def chat(
             help="Checkpoint folder or hub id; empty: the small random model. With --url: the name there.",
         ),
     ] = "",
-    url: options.Url = "",
-    api_key: options.ApiKey = "",
+    url: Url = "",
+    api_key: ApiKey = "",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     thinking: Annotated[
         bool | None, typer.Option("--thinking/--no-thinking", show_default="on where the model knows it")
@@ -43,37 +54,24 @@ def chat(
     effort: Annotated[
         str | None, typer.Option(help="Reasoning effort: minimal, low, medium, high, xhigh, max, or 1 to 100.")
     ] = None,
-    weights: options.Weights = "auto",
-    prefill: options.Prefill = "halo",
-    speculate: options.Speculate = False,
-    max_model_len: options.MaxModelLen = None,
-    max_tokens: options.MaxTokens = 4096,
-    temperature: options.Temperature = DEFAULTS.temperature,
-    top_p: options.TopP = DEFAULTS.top_p,
-    top_k: options.TopK = DEFAULTS.top_k,
-    min_p: options.MinP = DEFAULTS.min_p,
-    seed: options.Seed = DEFAULTS.seed,
-    stop: options.Stop = None,
+    model_options: ModelOptions,
+    max_tokens: MaxTokens = 4096,
+    sampling: SamplingOptions,
 ) -> None:
     """Talk to the model. Reasoning is dimmed; it counts towards --max-tokens."""
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens or None,
-        stop=stop or (),
-    )
+    params = sampling.params(max_tokens)
+    strength = int(effort) if effort is not None and effort.isdecimal() else effort
+    effort_number(strength, thinking=True)  # type: ignore[arg-type]  # refused now rather than with the first message
     source: AnswerSource
     if url:
-        if (weights, prefill, speculate, max_model_len) != ("auto", "halo", False, None):
+        if model_options != ModelOptions():
             raise typer.BadParameter("--weights, --prefill, --speculate and --max-model-len are the server's to choose")
-        source = ServerAnswers(url, params, api_key=api_key, model=model, thinking=thinking, effort=_effort(effort))
+        source = ServerAnswers(url, params, api_key=api_key, model=model, thinking=thinking, effort=strength)
         Console(stderr=True).print(f"{source.model} at {url}", style="dim", highlight=False, markup=False)
     else:
-        llm = open_llm(model, weights, prefill, speculate, max_model_len)
-        source = ModelAnswers(llm, params, thinking=thinking, effort=_effort(effort))
+        source = ModelAnswers(open_llm(model, model_options), params, thinking=thinking, effort=strength)
+    if not _at_terminal() and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # some locales let broken text through
     conversation = _Conversation(source, system)
     if _at_terminal():
         with suppress(ImportError):
@@ -108,6 +106,8 @@ class _Conversation:
         if command == "/reset":
             self._reset()
         elif command == "/image":
+            if not argument.strip():
+                raise PromptError("/image: expected a path behind it, as in /image photo.png")
             self._images.append(_readable_image(argument.strip()))
         elif command.startswith("/") and "/" not in command[1:]:
             raise PromptError(f"{command}: no such command; {_HELP}")
@@ -175,7 +175,3 @@ def _read_line() -> str | None:
 
 def _at_terminal() -> bool:
     return sys.stdin.isatty()
-
-
-def _effort(text: str | None) -> int | str | None:
-    return int(text) if text is not None and text.isdecimal() else text

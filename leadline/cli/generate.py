@@ -12,35 +12,37 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from leadline.cli import options
-from leadline.cli.options import DEFAULTS, LONG_PROMPT, for_terminal, open_llm, progress_bar, statistics_line
-from leadline.config.sampling import SamplingParams
+from leadline.cli.options import (
+    DEFAULTS,
+    LONG_PROMPT,
+    MaxTokens,
+    ModelOptions,
+    SamplingOptions,
+    for_terminal,
+    open_llm,
+    progress_bar,
+)
 from leadline.errors import PromptError
 from leadline.llm import LLM, CompletionOutput
 
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads stdin.", show_default=False)] = None,
+    *,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the text from a file.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(help="Image put in front of the text; repeat for several.")
     ] = None,
-    model: options.Model = "",
-    weights: options.Weights = "auto",
-    prefill: options.Prefill = "halo",
-    speculate: options.Speculate = False,
-    max_model_len: options.MaxModelLen = None,
-    max_tokens: options.MaxTokens = DEFAULTS.max_tokens or 0,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Checkpoint folder or hub id; empty: the small random model.")
+    ] = "",
+    model_options: ModelOptions,
+    max_tokens: MaxTokens = DEFAULTS.max_tokens or 0,
     min_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = DEFAULTS.min_tokens,
-    temperature: options.Temperature = DEFAULTS.temperature,
-    top_p: options.TopP = DEFAULTS.top_p,
-    top_k: options.TopK = DEFAULTS.top_k,
-    min_p: options.MinP = DEFAULTS.min_p,
-    seed: options.Seed = DEFAULTS.seed,
+    sampling: SamplingOptions,
     n: Annotated[int, typer.Option("--n", help="Answers to sample.")] = DEFAULTS.n,
-    stop: options.Stop = None,
     stop_token_id: Annotated[
-        list[int] | None, typer.Option(help="Id that ends the answer; repeat for several.")
+        list[int] | None, typer.Option(min=0, help="Id that ends the answer; repeat for several.")
     ] = None,
     include_stop: Annotated[bool, typer.Option(help="Keep the stop text in the answer.")] = False,
     ignore_eos: Annotated[bool, typer.Option(help="Treat the end token like any other.")] = DEFAULTS.ignore_eos,
@@ -48,23 +50,17 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of streaming text.")] = False,
 ) -> None:
     """Continue a text. The answer goes to stdout, everything else to stderr."""
-    params = SamplingParams(
+    params = sampling.params(
+        max_tokens,
         n=n,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens or None,
         min_tokens=min_tokens,
-        stop=stop or (),
         stop_token_ids=stop_token_id or (),
         include_stop_str_in_output=include_stop,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
     text = _read(prompt, file)
-    llm = open_llm(model, weights, prefill, speculate, max_model_len)
+    llm = open_llm(model, model_options)
     (request,) = llm.prepare(text, params, images=[image or ()])
     answers = [CompletionOutput(index=index) for index in range(n)]
     is_streaming = not json and n == 1
@@ -93,7 +89,7 @@ def generate(
     elif not is_streaming:
         for answer in answers:
             typer.echo(f"--- answer {answer.index + 1}\n{for_terminal(answer.text)}")
-    Console(stderr=True).print(statistics_line(statistics), style="dim", highlight=False)
+    Console(stderr=True).print(_line(statistics), style="dim", highlight=False)
     failed = next((answer.error for answer in answers if answer.error is not None), None)
     if failed is not None:
         raise failed
@@ -127,6 +123,17 @@ def _statistics(
         "drafts": sum(answer.num_drafted for answer in answers),
         "drafts_accepted": sum(answer.num_accepted for answer in answers),
     }
+
+
+def _line(statistics: dict[str, Any]) -> str:
+    """One line for people: tokens, seconds, tokens per second, accepted drafts."""
+    s = statistics
+    line = f"{s['prompt_tokens']} prompt tokens in {s['prefill_s']:.2f} s, {s['completion_tokens']} tokens"
+    if s["tokens_per_s"] is not None:
+        line += f" in {s['decode_s']:.2f} s, {s['tokens_per_s']:.1f} tokens/s"
+    if s["drafts"]:
+        line += f", {s['drafts_accepted']} of {s['drafts']} drafts accepted"
+    return line
 
 
 def _answer(llm: LLM, answer: CompletionOutput) -> dict[str, Any]:

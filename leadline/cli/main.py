@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from leadline import __version__
+from leadline.cli.options import flat
 from leadline.errors import LeadlineError
 
 _COMMANDS = {
@@ -40,12 +41,11 @@ class _LazyGroup(TyperGroup):
 
 def _load(name: str) -> Any:
     found = getattr(importlib.import_module(f"leadline.cli.{name}"), name)
-    if isinstance(found, typer.Typer):  # a group of commands
-        command = typer.main.get_command(found)
-    else:
+    if not isinstance(found, typer.Typer):  # that is a group of commands
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(name)(found)
-        command = typer.main.get_command(single)
+        single.command(name)(flat(found))
+        found = single
+    command = typer.main.get_command(found)
     command.name = name
     return command
 
@@ -69,12 +69,16 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line. Our own errors end it with one red line on stderr and status 1, Ctrl-C with status 130."""
+    """Runs the command line. Errors end it with one red line on stderr: wrong usage with status 2, our own errors with
+    status 1; Ctrl-C ends it with status 130."""
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="leadline", standalone_mode=False))
     except LeadlineError as error:
-        message = " ".join(str(error).split("\n"))
-        Console(stderr=True).print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        message, status = str(error), 1
+    except typer.TyperException as error:  # the context says which command was meant
+        where = getattr(error, "ctx", None)
+        hint = f"; see `{where.command_path} --help`" if where is not None else ""
+        message, status = f"{error.format_message().rstrip('.')}{hint}", error.exit_code
+    line = " ".join(message.split("\n"))
+    Console(stderr=True).print(f"error: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(status)

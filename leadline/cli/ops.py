@@ -11,13 +11,14 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import leadline.ops
+from leadline.cli import options
 from leadline.ops import dispatch
 
 
 def ops(
+    *,
     device: Annotated[
         str, typer.Option(help="Device to ask about, as torch names it.", show_default="cuda if there is one, else cpu")
     ] = "",
@@ -28,17 +29,16 @@ def ops(
         importlib.import_module(f"leadline.ops.{module.name}")
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(f"expected a torch device such as cpu or cuda:0, got {name!r}") from None
+        where = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):  # no such word, or torch finds none of them
+        words = f"expected a device that torch finds on this machine, such as cpu, got {name!r}"
+        raise typer.BadParameter(words, param_hint="'--device'") from None
     rows = dispatch.table(where)
     if json:
         document = {"device": str(where), "operators": [dataclasses.asdict(row) for row in rows]}
         typer.echo(json_format.dumps(document, indent=2))
         return
-    table = Table(title=f"Operators on {where}", title_justify="left")
-    for heading in ("operator", "implementation", "runs", "why not"):
-        table.add_column(heading)
-    for row in rows:
-        table.add_row(row.op, row.impl, "[green]yes[/]" if row.runs else "[red]no[/]", row.reason)
-    Console().print(table)
+    headings = ("operator", "implementation", "runs", "why not")
+    cells = ((row.op, row.impl, "[green]yes[/]" if row.runs else "[red]no[/]", row.reason) for row in rows)
+    named = [dict(zip(headings, line, strict=True)) for line in cells]
+    Console().print(options.table(f"Operators on {where}", named))

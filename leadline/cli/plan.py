@@ -5,9 +5,11 @@ No weight is read, so the plan of the released model can be had on a laptop that
 
 from __future__ import annotations
 
+import itertools
 import json as json_format
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,9 +19,10 @@ from rich.table import Table
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.checkpoint.random_model import default_config
 from leadline.checkpoint.schema import TensorSpec, expected_tensors
+from leadline.cli.options import table
+from leadline.config.checks import check_integer
 from leadline.config.layers import LayerPlan, LayerSpec, plan_layers
 from leadline.config.model import ModelConfig, read_config
-from leadline.errors import RequestError
 from leadline.formats.rows import compressed_row, index_row, window_row
 from leadline.ops.select import BUDGET_BYTES
 
@@ -50,12 +53,9 @@ def plan_report(config: ModelConfig, context: int = 1, batch: int = 1, gpus: int
     Raises: RequestError for sizes out of range.
     Source: architecture.md sections 2.1, 5 and 7.
     """
-    if not 1 <= context <= config.max_position_embeddings:
-        limit = config.max_position_embeddings
-        raise RequestError(f"context: expected 1 to {limit} tokens (max_position_embeddings), got {context}")
-    for name, count in (("batch", batch), ("gpus", gpus)):
-        if count < 1:
-            raise RequestError(f"{name}: expected at least 1, got {count}")
+    check_integer("context", context, 1, config.max_position_embeddings)
+    check_integer("batch", batch, 1)
+    check_integer("gpus", gpus, 1)
     tensors = expected_tensors(config)
     plan = plan_layers(config)
     return {
@@ -143,20 +143,17 @@ def _memory(
     config: ModelConfig, plan: LayerPlan, tensors: dict[str, TensorSpec], context: int, batch: int, gpus: int
 ) -> dict[str, Any]:
     """What one device must hold. Tables stay on the host; a page of the cache covers PAGE_TOKENS tokens."""
-    tables = experts = others = 0
-    for name, spec in tensors.items():
-        if ".engram.embed." in name:
-            tables += spec.num_bytes
-        elif ".ffn.experts." in name:
-            experts += spec.num_bytes
-        else:
-            others += spec.num_bytes
+
+    def size_of(mark: str) -> int:
+        return sum(spec.num_bytes for name, spec in tensors.items() if mark in name)
+
+    tables, experts = size_of(".engram.embed."), size_of(".ffn.experts.")
     cache = _cache(config, plan)
     sequences = -(-batch // gpus)
     tokens = -(-context // PAGE_TOKENS) * PAGE_TOKENS
     device = {
         "routed_experts": -(-experts // gpus),
-        "other_weights": others,
+        "other_weights": size_of("") - tables - experts,
         "rows": int(sequences * tokens * cache["bytes_per_token"]),
         "sequence_state": sequences * cache["bytes_per_sequence"],
         "selection_scratch": BUDGET_BYTES if plan.kv_sources else 0,
@@ -175,6 +172,7 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder or config.json; empty: the small default model.")
     ] = "",
+    *,
     context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     gpus: Annotated[int, typer.Option(help="Devices that share the routed experts and the sequences.")] = 1,
@@ -186,67 +184,53 @@ def plan(
     if json:
         typer.echo(json_format.dumps(report, indent=2))
         return
-    console = Console()
-    for table in _tables(report):
-        console.print(table)
+    Console().print(*_tables(report), sep="\n")
 
 
-def _tables(report: dict[str, Any]) -> list[Table]:
+def _tables(report: dict[str, Any]) -> Iterator[Table]:
     checkpoint, cache, memory = report["checkpoint"], report["cache"], report["memory"]
-    layers = _table("Layers", ["layers", "mode", "ratio", "rows of", "selection of", "candidates of", "notes"])
-    for first, last, row in _runs(report["layers"]):
-        layers.add_row(str(first) if first == last else f"{first}-{last}", *row)
-
+    yield table("Layers", _runs(report["layers"]))
     title = f"Checkpoint: {checkpoint['tensors']:,} tensors, {_size(checkpoint['bytes'])}"
-    parts = _table(title, ["part", "parameters", "bytes"], numbers_from=1)
-    for part in checkpoint["parts"]:
-        parts.add_row(part["part"], f"{part['parameters']:,}", f"{part['bytes']:,}")
-    parts.add_section()
-    parts.add_row("all", f"{checkpoint['parameters']:,}", f"{checkpoint['bytes']:,}")
-
-    kinds = _table("Number formats", ["format", "elements", "bytes"], numbers_from=1)
-    for kind in checkpoint["kinds"]:
-        kinds.add_row(kind["kind"], f"{kind['elements']:,}", f"{kind['bytes']:,}")
-
+    everything = {"part": "all", "parameters": checkpoint["parameters"], "bytes": checkpoint["bytes"]}
+    yield table(title, checkpoint["parts"], [everything])
+    yield table(
+        "Number formats",
+        [{"format" if key == "kind" else key: cell for key, cell in row.items()} for row in checkpoint["kinds"]],
+    )
     title = f"Cache: {cache['bytes_per_token']:,} B per token, {_size(cache['bytes_per_sequence'])} per sequence"
-    rows = _table(title, ["owner", "bytes per token", "bytes per sequence"], numbers_from=1)
-    for source in cache["sources"]:
-        rows.add_row(f"layer {source['layer']}", f"{source['bytes_per_token']:,}", "")
-    for name, size in cache["sequence_state"].items():
-        rows.add_row(name.replace("_", " "), "", f"{size:,}")
-
+    owners = [(f"layer {source['layer']}", source["bytes_per_token"], "") for source in cache["sources"]]
+    owners += [(name.replace("_", " "), "", size) for name, size in cache["sequence_state"].items()]
+    names = ("owner", "bytes per token", "bytes per sequence")
+    yield table(title, [dict(zip(names, owner, strict=True)) for owner in owners], right=names[1:])
     title = f"Memory: {memory['batch']} x {memory['context']:,} tokens on {memory['gpus']} device(s)"
-    needs = _table(title, ["what", "bytes", ""], numbers_from=1)
-    for name, size in memory["device"].items():
-        needs.add_row(name.replace("_", " "), f"{size:,}", _size(size))
-    needs.add_section()
-    needs.add_row("each device", f"{memory['bytes_per_device']:,}", _size(memory["bytes_per_device"]))
-    needs.add_row("host: engram tables", f"{memory['host']['engram_tables']:,}", _size(memory["host"]["engram_tables"]))
-    return [layers, parts, kinds, rows, needs]
+    totals = {"each device": memory["bytes_per_device"], "host: engram tables": memory["host"]["engram_tables"]}
+    needs, sums = (
+        [{"what": name.replace("_", " "), "bytes": size, "": _size(size)} for name, size in sizes.items()]
+        for sizes in (memory["device"], totals)
+    )
+    yield table(title, needs, sums, right=[""])
 
 
-def _table(title: str, columns: list[str], numbers_from: int | None = None) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if numbers_from is not None and number >= numbers_from else "left")
-    return table
-
-
-def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Neighbouring layers with equal cells as one line: (first, last, cells)."""
+def _runs(layers: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """A row of cells a layer; neighbours with equal cells share one."""
     flags = {"is_candidate_source": "candidate source", "has_engram": "engram", "is_draft_target": "feeds the drafter"}
-    runs: list[tuple[int, int, tuple[str, ...]]] = []
-    for layer in layers:
-        number = layer["layer"]
-        own = {number: "own", None: "-"}
-        sources = (layer[key] for key in ("rows_of", "selection_of", "candidates_of"))
-        notes = ", ".join(text for flag, text in flags.items() if layer[flag])
-        cells = (layer["mode"], str(layer["ratio"] or "-"), *(own.get(s, str(s)) for s in sources), notes)
-        if runs and runs[-1][2] == cells and "own" not in cells:
-            runs[-1] = (runs[-1][0], number, cells)
-        else:
-            runs.append((number, number, cells))
-    return runs
+
+    def cells(layer: dict[str, Any]) -> dict[str, str]:
+        own = {layer["layer"]: "own", None: "-"}
+        sources = {key.replace("_", " "): layer[key] for key in ("rows_of", "selection_of", "candidates_of")}
+        return {
+            "mode": layer["mode"],
+            "ratio": str(layer["ratio"] or "-"),
+            **{name: own.get(source, str(source)) for name, source in sources.items()},
+            "notes": ", ".join(text for flag, text in flags.items() if layer[flag]),
+        }
+
+    rows = []
+    for row, run in itertools.groupby(layers, cells):
+        numbers = [layer["layer"] for layer in run]
+        first, last = numbers[0], numbers[-1]
+        rows.append({"layers": f"{first}" if first == last else f"{first}-{last}", **row})
+    return rows
 
 
 def _size(num_bytes: float) -> str:

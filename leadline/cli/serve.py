@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +23,24 @@ from leadline.server.settings import ServerSettings
 _DEFAULTS = ServerSettings()
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(options.ModelOptions):
+    """With room for many: the defaults of `LLM` are for one program."""
+
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512
+    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18
+    max_snapshots: Annotated[
+        int, typer.Option(min=0, help="Places in past sequences from which new ones can start; 0: no prefix cache.")
+    ] = 256
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most sequences that wait; more are refused (429).")] = 256
+
+
 def serve(
     model: Annotated[
         str, typer.Argument(help="Checkpoint folder or hub id; nothing: the small random model.", show_default=False)
     ] = "",
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets others in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
     served_model_name: Annotated[
@@ -34,16 +49,7 @@ def serve(
     api_key: Annotated[
         str, typer.Option(envvar="LEADLINE_API_KEY", help="Key that requests must carry.", show_default=False)
     ] = "",
-    weights: options.Weights = "auto",
-    prefill: options.Prefill = "halo",
-    speculate: options.Speculate = False,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512,
-    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18,
-    max_snapshots: Annotated[
-        int, typer.Option(min=0, help="Places in past sequences from which new ones can start; 0: no prefix cache.")
-    ] = 256,
+    engine: EngineOptions,
     host_cache_mib: Annotated[
         int, typer.Option(min=0, help="Host memory for what the cache of past sequences gives up.")
     ] = 0,
@@ -55,27 +61,29 @@ def serve(
             show_default="none",
         ),
     ] = None,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Most sequences that wait; more are refused (429).")] = 256,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Largest request.")] = _DEFAULTS.max_body_bytes >> 20,
     max_images: Annotated[int, typer.Option(min=0, help="Most images of a request.")] = _DEFAULTS.max_images,
     image_urls: Annotated[
         bool, typer.Option("--image-urls/--no-image-urls", help="Fetch https images from public addresses.")
     ] = _DEFAULTS.image_urls,
     request_timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which a request ends.", show_default="never")
+        float | None,
+        typer.Option(
+            min=0.001, max=options.MAX_SECONDS, help="Seconds after which a request ends.", show_default="never"
+        ),
     ] = _DEFAULTS.request_seconds,
     read_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds in which a request must come whole.")
     ] = _DEFAULTS.read_seconds,
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds for running requests when told to stop.")
+        float, typer.Option(min=0, max=options.MAX_SECONDS, help="Seconds for running requests when told to stop.")
     ] = _DEFAULTS.drain_seconds,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
 ) -> None:
     """Serve the model over HTTP. The log goes to stderr, one line a request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not model:
-        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim")
+        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim", soft_wrap=True)
     settings = ServerSettings(
         names=tuple(served_model_name or [model or "leadline"]),
         api_key=api_key or None,
@@ -88,24 +96,15 @@ def serve(
         drain_seconds=drain_timeout,
         log_prompts=log_prompts,
     )
-
-    if cache_file is not None and not cache_file.parent.is_dir():
-        raise LeadlineError(f"cache-file: expected a file in a folder that exists, got {str(cache_file)!r}")
+    if cache_file is not None and (cache_file.is_dir() or not cache_file.parent.is_dir()):
+        raise LeadlineError(f"cache_file: expected a file in a folder that exists, got {str(cache_file)!r}")
     loaded: list[LLM] = []
 
     def load(progress: Progress) -> ServedModel:
         llm = LLM(
             model or None,
-            weights=weights,
-            prefill=prefill,
-            speculate=Speculation(adaptive=True) if speculate else False,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_cache_tokens=max_cache_tokens,
-            max_snapshots=max_snapshots,
+            **asdict(engine) | {"speculate": engine.speculate and Speculation(adaptive=True)},
             host_cache_bytes=host_cache_mib << 20,
-            max_waiting=max_waiting,
             progress=progress,
         )
         options.choose_threads(llm)
@@ -116,10 +115,7 @@ def serve(
 
     run(Service(settings, load), host, port)
     if cache_file is not None and loaded:
-        try:
-            loaded[0].save_prefixes(cache_file)
-        except OSError as error:
-            raise LeadlineError(f"cache-file {cache_file}: cannot be written: {error.strerror}") from error
+        loaded[0].save_prefixes(cache_file)
 
 
 def served_model(llm: LLM) -> ServedModel:

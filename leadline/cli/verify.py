@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from leadline.cli import options
 from leadline.errors import VerificationError
 from leadline.llm import resolve_model
 from leadline.model.model import Model
@@ -19,6 +20,7 @@ from leadline.verify import RECORDING, Part, check_decode, check_formats, check_
 
 def verify(
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id; empty: the small random model.")] = "",
+    *,
     recording: Annotated[
         str, typer.Option(help="Recorded values of the reference.", show_default=f"{RECORDING} beside the model")
     ] = "",
@@ -70,11 +72,14 @@ def _plain(part: Part) -> dict[str, Any]:
 
 
 def _table(parts: list[Part]) -> Table:
-    table = Table(title="Comparison", title_justify="left")
-    for heading in ("part", "worst", "RMS", "tolerance", "verdict"):
-        table.add_column(heading, justify="right" if heading in ("worst", "RMS") else "left")
-    for part in parts:
-        tolerance = "\n".join(f"{c.what} {c.value:.2g} of {c.limit:.2g}" for c in part.checks)
-        verdict = "[green]pass[/]" if part.passed else "[red]FAIL[/]"
-        table.add_row(part.name, f"{part.worst:.2g}", f"{part.rms:.2g}", tolerance, verdict)
-    return table
+    rows = [
+        {
+            "part": part.name,
+            "worst": f"{part.worst:.2g}",
+            "RMS": f"{part.rms:.2g}",
+            "tolerance": "\n".join(f"{c.what} {c.value:.2g} of {c.limit:.2g}" for c in part.checks),
+            "verdict": "[green]pass[/]" if part.passed else "[red]FAIL[/]",
+        }
+        for part in parts
+    ]
+    return options.table("Comparison", rows, right=("worst", "RMS"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
+from leadline.config.checks import check_integer, check_number
 from leadline.errors import SamplingError
 
 MAX_SEQUENCES_PER_REQUEST = 128
@@ -53,18 +54,18 @@ class SamplingParams:
             if not isinstance(value, tuple | list) or any(type(item) is not kind for item in value):
                 _refuse(name, f"a list of {kind.__name__}", value)
             object.__setattr__(self, name, tuple(value))
-        self._integer("n", 1, MAX_SEQUENCES_PER_REQUEST)
-        self._number("temperature", 0.0, math.inf, "a finite number of at least 0")
-        self._number("top_p", 0.0, 1.0, "a number above 0 and at most 1")
-        if self.top_p == 0:
-            _refuse("top_p", "a number above 0 and at most 1", self.top_p)
-        self._integer("top_k", -1, None)
-        self._number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        integer = partial(check_integer, error=SamplingError)
+        number = partial(check_number, error=SamplingError)
+        integer("n", self.n, 1, MAX_SEQUENCES_PER_REQUEST)
+        number("temperature", self.temperature)
+        number("top_p", self.top_p, 0, 1, excluded=0)
+        integer("top_k", self.top_k, -1)
+        number("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            self._integer("seed", -(2**63), 2**64 - 1)
+            integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            self._integer("max_tokens", 1, None)
-        self._integer("min_tokens", 0, None)
+            integer("max_tokens", self.max_tokens, 1)
+        integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -74,20 +75,10 @@ class SamplingParams:
         if any(token_id < 0 for token_id in self.stop_token_ids):
             _refuse("stop_token_ids", "ids of at least 0", self.stop_token_ids)
         if self.logprobs is not None:
-            self._integer("logprobs", 0, None)
+            integer("logprobs", self.logprobs, 0)
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if type(getattr(self, name)) is not bool:
                 _refuse(name, "true or false", getattr(self, name))
-
-    def _integer(self, name: str, low: int, high: int | None) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or value < low or (high is not None and value > high):
-            _refuse(name, f"an integer of at least {low}" if high is None else f"an integer {low} to {high}", value)
-
-    def _number(self, name: str, low: float, high: float, expected: str) -> None:
-        value = getattr(self, name)
-        if type(value) not in (int, float) or not low <= value <= high or math.isinf(value):
-            _refuse(name, expected, value)
 
 
 def _refuse(name: str, expected: str, value: Any) -> NoReturn:

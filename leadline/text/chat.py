@@ -173,7 +173,7 @@ def render_request(
             "thinking, effort nor tools"
         )
     thinking = not is_plain if thinking is None else thinking
-    number = _effort_number(effort, thinking)
+    number = effort_number(effort, thinking)
     request = _convert(tokenizer, protocol, {**body, **_thinking_field(protocol, thinking)})
     special_tokens = _PLAIN_TOKENS if is_plain else _SPECIAL_TOKENS
     rendered = (
@@ -289,7 +289,8 @@ def _image_number(url: str) -> int:
     return int(base64.b64decode(url.rpartition(",")[2]))
 
 
-def _effort_number(effort: Effort | None, thinking: bool) -> int:
+def effort_number(effort: Effort | None, thinking: bool) -> int:
+    """An effort as the number that the format writes. Raises PromptError for one that it does not know."""
     if effort is None:
         return _EFFORT_NUMBERS["high"]
     if not thinking:

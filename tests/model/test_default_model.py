@@ -120,3 +120,18 @@ def test_a_saved_prefix_cache_belongs_to_the_bytes_of_its_model(tmp_path: Path) 
     LLM(folders[0], max_cache_tokens=1024).load_prefixes(file)
     with pytest.raises(CheckpointError):
         models[1].load_prefixes(file)
+
+
+def test_a_prefix_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    llm = LLM(MODELS / "everything", max_cache_tokens=1024)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "folder", tmp_path / "missing" / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="cannot be written there"):
+            llm.save_prefixes(path)
+        with pytest.raises(CheckpointError, match="name a file that `save_prefixes` wrote") as caught:
+            llm.load_prefixes(path)
+        assert "delete" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    with pytest.raises(CheckpointError, match="delete it"):
+        llm.load_prefixes(tmp_path / "file")

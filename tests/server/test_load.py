@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from leadline.bench.workload import Workload
+from leadline.bench.workload import Range, Workload
 from leadline.cli.serve import served_model
 from leadline.llm import LLM
 from leadline.server.service import Service
@@ -23,7 +23,13 @@ pytestmark = pytest.mark.tiny
 
 MODEL = Path(__file__).parent.parent / "golden" / "models" / "everything"
 LOAD = Workload(
-    sessions=100, turns=2, shared_prefix=130, input_len=(1, 60), output_len=(1, 12), concurrency=32, cancel=0.25
+    sessions=100,
+    turns=2,
+    shared_prefix=130,
+    input_len=Range(1, 60),
+    output_len=Range(1, 12),
+    max_concurrency=32,
+    cancel=0.25,
 )
 ROUND_TRIPS = 224  # requests of a load, those that hang up included
 # Native memory goes with new shapes of batches (kernels that oneDNN keeps, and more): docs/log.md. A second load still

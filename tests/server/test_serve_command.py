@@ -169,7 +169,7 @@ def test_cache_files_that_do_not_fit_are_refused(
     assert cache_file.read_bytes() == whole
     error = load("", tmp_path / "no" / "file")
     assert isinstance(error, LeadlineError)
-    assert str(error).startswith("cache-file: expected a file in a folder that exists")
+    assert str(error).startswith("--cache-file: expected a file in a folder that exists")
 
 
 @pytest.mark.unit

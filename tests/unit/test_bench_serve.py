@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import json
+import math
 import sys
 
 import httpx
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from leadline import client
 from leadline.bench import serve
 from leadline.bench.serve import Benchmark, summary
-from leadline.bench.workload import Workload, draw
+from leadline.bench.workload import Range, Workload, draw
 from leadline.cli import bench as bench_command
 from leadline.cli import main as cli_main
 from leadline.errors import LeadlineError, ServerError
@@ -78,7 +79,7 @@ def measure(server, workload, **options):
     return summary(benchmark)
 
 
-SMALL = Workload(sessions=6, turns=2, shared_prefix=5, input_len=(3, 9), output_len=(2, 4), concurrency=2)
+SMALL = Workload(sessions=6, turns=2, shared_prefix=5, input_len=Range(3, 9), output_len=Range(2, 4), max_concurrency=2)
 
 
 def test_counts_and_names():
@@ -113,7 +114,7 @@ def test_workload_is_repeatable_and_turns_extend_each_other():
 
 
 def test_poisson_arrivals():
-    starts = [session.start for session in draw(Workload(sessions=4000, rate=50.0), [1])]
+    starts = [session.start for session in draw(Workload(sessions=4000, request_rate=50.0), [1])]
     gaps = [after - before for before, after in itertools.pairwise(starts)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.1)
@@ -141,7 +142,7 @@ def test_concurrency_is_kept():
 
 def test_cancelled_requests_close_early_and_leave_the_times_alone():
     server = FakeServer()
-    figures = measure(server, Workload(sessions=40, input_len=(1, 3), output_len=(5, 9), cancel=0.5, seed=3))
+    figures = measure(server, Workload(sessions=40, input_len=Range(1, 3), output_len=Range(5, 9), cancel=0.5, seed=3))
     dropped = [stream for stream in server.streams if stream.taken < 5]
     assert figures["cancelled"] + figures["completed"] == 40
     assert 10 <= figures["cancelled"] <= 30
@@ -149,19 +150,25 @@ def test_cancelled_requests_close_early_and_leave_the_times_alone():
 
 
 def test_times_are_those_of_the_wire():
-    figures = measure(FakeServer(pause=0.02), Workload(sessions=1, input_len=(1, 1), output_len=(6, 6)))
+    figures = measure(FakeServer(pause=0.02), Workload(sessions=1, input_len=Range(1, 1), output_len=Range(6, 6)))
     assert figures["mean_ttft_ms"] >= 20
     assert figures["mean_itl_ms"] >= 20
     assert figures["mean_tpot_ms"] == pytest.approx(figures["mean_itl_ms"])
     assert figures["mean_e2el_ms"] == pytest.approx(figures["mean_ttft_ms"] + 5 * figures["mean_itl_ms"])
 
 
-def test_quantiles_are_numpys():
-    import numpy as np
-
-    values = [0.3, 0.1, 0.9, 0.4, 0.2]
-    assert serve._quantile(values, 90) == pytest.approx(np.percentile(values, 90) * 1000)
-    assert serve._quantile([0.5], 99) == 500
+def test_figures_are_those_of_the_outcomes():
+    benchmark = Benchmark("http://host", SMALL)
+    for number, seconds in enumerate((0.3, 0.1, 0.9, 0.4, 0.2), start=1):
+        benchmark.outcomes.append(
+            serve.Outcome(state="completed", prompt_len=number, ttft=seconds, latency=3 * seconds, output_len=3)
+        )
+    benchmark.outcomes.append(serve.Outcome(prompt_len=1, error="busy", ttft=70.0))
+    figures = summary(benchmark)
+    expected = {"mean_ttft_ms": 380, "median_ttft_ms": 300, "p90_ttft_ms": 700, "p99_ttft_ms": 880, "mean_tpot_ms": 380}
+    expected |= {"p90_ttft_short_ms": 280, "p90_ttft_long_ms": 800, "std_ttft_ms": 278.567766}
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert figures["mean_itl_ms"] is None
 
 
 def test_busy_and_broken_answers_are_counted_by_reason():
@@ -213,8 +220,8 @@ def test_v1_may_be_part_of_the_address(url):
 
 @pytest.mark.parametrize(
     "change",
-    [{"sessions": 0}, {"input_len": (5, 4)}, {"output_len": (0, 4)}, {"rate": 0.0}, {"cancel": 1.5}, {"turns": 0},
-     {"concurrency": 0}, {"shared_prefix": -1}],
+    [{"sessions": 0}, {"input_len": Range(5, 4)}, {"output_len": Range(0, 4)}, {"request_rate": 0.0}, {"cancel": 1.5},
+     {"turns": 0}, {"max_concurrency": 0}, {"shared_prefix": -1}, {"temperature": math.inf}, {"cancel": math.nan}],
     ids=str,
 )  # fmt: skip
 def test_workloads_that_cannot_be(change):

@@ -102,7 +102,7 @@ def test_images_travel_as_data_urls(run, tmp_path):
         (httpx.Response(429, json={"error": {"message": "full"}}), "answered 429: full; it is busy"),
         (httpx.Response(500, text="<h1>oops</h1>"), "answered 500: <h1>oops</h1>"),
         (httpx.ReadError("reset"), "the connection broke off (reset)"),
-        (httpx.Response(200, text=event({"choices": [{"delta": {"content": "x"}}]})), "broke off before its end"),
+        (httpx.Response(200, text=event({"choices": [{"delta": {"content": "x"}}]})), "the stream ended before"),
         (httpx.Response(200, text=event({"error": {"message": "row is NaN"}})), "ended the answer: row is NaN"),
         (httpx.Response(200, text="data: [1]\n\n"), "expected a JSON object in each event"),
     ],

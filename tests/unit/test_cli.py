@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,12 @@ pytestmark = pytest.mark.unit
 START_SECONDS = 60  # for a subprocess that imports torch on a busy machine
 
 
+def fake_open_llm(options, ring=""):
+    given = asdict(options)
+    del given["weights"]
+    return fake_llm(ring, **given)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """Runs a command line on a fake model; `loaded` tells with which options it was opened."""
@@ -34,9 +41,9 @@ def run(monkeypatch):
     def invoke(*args, ring="abc", stdin=None):
         invoke.loaded = []
 
-        def fake_open(*opened):
-            invoke.loaded.append(opened)
-            return fake_llm(ring, prefill=opened[2], speculate=opened[3], max_model_len=opened[4])
+        def fake_open(model, options):
+            invoke.loaded.append((model, options))
+            return fake_open_llm(options, ring)
 
         for command in ("generate", "chat"):
             monkeypatch.setattr(f"leadline.cli.{command}.open_llm", fake_open)
@@ -48,7 +55,7 @@ def run(monkeypatch):
 def fails(run, capsys, monkeypatch, *args, **kwargs):
     """Exit status and stderr of `main()` for arguments that must fail."""
     monkeypatch.setattr(sys, "argv", ["leadline", *args])
-    monkeypatch.setattr("leadline.cli.generate.open_llm", lambda *opened: fake_llm(max_model_len=opened[4]))
+    monkeypatch.setattr("leadline.cli.generate.open_llm", lambda model, options: fake_open_llm(options))
     with pytest.raises(SystemExit) as stopped:
         cli_main.main()
     return stopped.value.code, capsys.readouterr()
@@ -75,7 +82,8 @@ def test_generate_passes_every_option(run):
         *("--json", "--logprobs", 1),
     )
     assert result.exit_code == 0, result.output
-    assert run.loaded == [("some/model", "packed", "replay", True, 100)]
+    wanted = options.ModelOptions(weights="packed", prefill="replay", speculate=True, max_model_len=100)
+    assert run.loaded == [("some/model", wanted)]
     document = json.loads(result.stdout)
     assert document["prompt"] == "x"
     assert [answer["text"] for answer in document["answers"]] == ["abca"] * 2
@@ -95,7 +103,7 @@ def test_json_is_one_document_and_several_answers_are_headed(run):
         (["generate"], "error: prompt: expected a text"),
         (["generate", "x", "--file", "y"], "error: prompt: expected a text"),
         (["generate", "--file", "/no/such/file"], "error: /no/such/file: expected readable UTF-8 text"),
-        (["generate", "x", "-t", "-1"], "error: temperature: expected"),
+        (["generate", "x", "-t", "-1"], "error: --temperature: expected"),
         (["generate", "x" * 50, "--max-model-len", "20"], "error: prompt: expected at most 19 tokens"),
         (["generate", "x", "--image", "/no/such.png"], "error: images: expected none"),
     ],
@@ -109,6 +117,52 @@ def test_our_errors_are_one_line_and_status_1(run, capsys, monkeypatch, args, me
     assert captured.out == ""
 
 
+def number_options():
+    """Every number option of every command, at values that mean nothing."""
+    integers = {
+        "generate x": {"--max-tokens": "-1", "--min-tokens": "-1", "--top-k": "-2", "--n": "0 -1", "--logprobs": "-1",
+                       "--stop-token-id": "-1", "--max-model-len": "0 -1 999999999", "--seed": ""},
+        "chat": {"--max-tokens": "-5", "--top-k": "-2", "--max-model-len": "0 -1", "--seed": "",
+                 "--effort": "0 -1 999"},
+        "serve": {"--port": "-1 65536", "--max-num-seqs": "0 -1", "--max-num-batched-tokens": "0 -1",
+                  "--max-images": "-1", "--max-cache-tokens": "0 -1", "--max-snapshots": "-1", "--host-cache-mib": "-1",
+                  "--max-waiting": "0 -1", "--max-body-mib": "0 -1", "--max-model-len": ""},
+        "bench serve": {"--sessions": "0 -1", "--turns": "0 -1", "--shared-prefix": "-1", "--input-len": "0 -1 5:2",
+                        "--output-len": "0 -1", "--max-concurrency": "0 -1", "--vocab-size": "0 -1", "--seed": ""},
+        "plan": {"--context": "0 -1", "--batch": "0 -1", "--gpus": "0 -1"},
+    }  # fmt: skip
+    numbers = {
+        "generate x": {"--temperature": "-1", "--top-p": "0 -1", "--min-p": "-1"},
+        "chat": {"--temperature": "-1", "--top-p": "0 -1", "--min-p": "-1"},
+        "serve": {"--request-timeout": "0 -1", "--drain-timeout": "-1"},
+        "bench serve": {"--timeout": "0 -1", "--temperature": "-1", "--cancel": "-1"},
+    }
+    for kinds, always in ((integers, "nan inf 1.5 x"), (numbers, "nan inf -inf x")):
+        for command, options_ in kinds.items():
+            for option, values in options_.items():
+                yield from ((command, option, value) for value in (*always.split(), *values.split()))
+    yield from (("bench serve", "--request-rate", value) for value in ("nan", "0", "-1", "-inf", "x"))
+
+
+@pytest.mark.parametrize(("command", "option"), dict.fromkeys((c, o) for c, o, _ in number_options()))
+def test_bad_numbers_are_one_line_that_names_the_option(capsys, monkeypatch, command, option):
+    monkeypatch.setattr("builtins.input", lambda prompt="": (_ for _ in ()).throw(EOFError))
+    for name in ("generate", "chat"):
+        monkeypatch.setattr(f"leadline.cli.{name}.open_llm", lambda model, options: fake_open_llm(options))
+    monkeypatch.setattr("leadline.cli.serve.run", lambda *given: pytest.fail("serves"))
+    for value in (value for c, o, value in number_options() if (c, o) == (command, option)):
+        monkeypatch.setattr(sys, "argv", ["leadline", *command.split(), f"{option}={value}"])
+        with pytest.raises(SystemExit) as stopped:
+            cli_main.main()
+        captured = capsys.readouterr()
+        assert stopped.value.code in (1, 2), value
+        line = captured.err.removeprefix(options.RANDOM_MODEL.format("MODEL") + "\n")
+        assert line.startswith("error: "), value
+        assert option in line, value
+        assert captured.err.count("\n") == 1, value
+        assert captured.out == "", value
+
+
 def test_unknown_model_word(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["leadline", "generate", "x", "--model", "/no/such/folder"])
     with pytest.raises(SystemExit) as stopped:
@@ -120,6 +174,29 @@ def test_unknown_model_word(capsys, monkeypatch):
 @pytest.mark.parametrize("args", [["nonsense"], ["generate", "x", "--weights", "tiny"], ["ops", "--device", "abacus"]])
 def test_wrong_usage_is_status_2(run, args):
     assert run(*args).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["nonsense"], "error: No such command 'nonsense'; see `leadline --help`\n"),
+        (["bench"], "error: Missing command; see `leadline bench --help`\n"),
+        (["plan", "--nonsense"], "error: No such option: --nonsense; see `leadline plan --help`\n"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_says_where_help_is(capsys, monkeypatch, args, line):
+    monkeypatch.setattr(sys, "argv", ["leadline", *args])
+    with pytest.raises(SystemExit) as stopped:
+        cli_main.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_ops_of_a_device_that_is_not_there(run):
+    result = run("ops", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "a device that torch finds on" in result.stderr
 
 
 def test_help_lists_commands_without_importing_them():
@@ -155,7 +232,12 @@ def test_chat_over_a_pipe(run):
 
 
 @pytest.mark.parametrize(
-    ("line", "error"), [("/nonsense", "/nonsense: no such command"), ("/image /no/such.png", "image /no/such.png")]
+    ("line", "error"),
+    [
+        ("/nonsense", "/nonsense: no such command"),
+        ("/image /no/such.png", "image /no/such.png"),
+        ("/image", "/image: expected a path behind it"),
+    ],
 )
 def test_a_pipe_ends_at_its_first_bad_line(run, line, error):
     """No answer without the image that it is about, and a status that a script can see."""
@@ -163,6 +245,40 @@ def test_a_pipe_ends_at_its_first_bad_line(run, line, error):
     assert result.exit_code == 1
     assert result.stdout == "ab\n"
     assert error in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--effort", "999"], "--effort: expected 1 to 100 or one of"),
+        (["--effort", "much"], "--effort: expected 1 to 100 or one of"),
+        (["--effort", "50"], "--effort: expected none, as this model's vocabulary lacks"),
+        (["--thinking"], "--thinking: expected none, as this model's vocabulary lacks"),
+    ],
+)
+def test_chat_refuses_options_before_the_first_message(run, args, error):
+    result = run("chat", *args, stdin="")
+    assert result.exit_code == 1
+    assert str(result.exception).startswith(error)
+
+
+def test_a_chat_over_a_pipe_that_is_not_utf8(monkeypatch):
+    """In a locale that lets broken bytes through as well."""
+    code = (
+        "import sys, leadline.cli.main as m, leadline.cli.chat as c\n"
+        "from tests.support.fake_llm import fake_llm\n"
+        "c.open_llm = lambda *o: fake_llm('abc')\n"
+        "sys.argv = ['leadline', 'chat', '-n', '3']\n"
+        "m.main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], input=b"\xff\xfe\n", capture_output=True, timeout=START_SECONDS,
+        env={**os.environ, "LC_ALL": "C"}, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stdout == b""
+    assert result.stderr.startswith(b"error: stdin: expected UTF-8 text, got ")
+    assert result.stderr.count(b"\n") == 1
 
 
 def test_chat_keeps_and_forgets_the_conversation(run, monkeypatch):

@@ -25,7 +25,16 @@ def test_generate_takes_texts_and_ids_one_or_several():
     assert (by_ids.prompt, by_ids.outputs[0].text) == (None, "bcabc")
     several = llm.generate(["xb", ids], [SamplingParams(max_tokens=1), FIVE])
     assert [output.outputs[0].text for output in several] == ["c", "bcabc"]
-    assert llm.generate([], FIVE) == []
+
+
+def test_an_empty_text_is_bos_and_empty_ids_are_refused():
+    llm = fake_llm("abc")
+    assert llm.generate("", FIVE)[0].prompt_token_ids == llm.tokenizer.encode("", add_bos=True)
+    assert llm.score("")[0].prompt_logprobs == [None]
+    for ask in (llm.generate, llm.score):
+        for nothing in ([], [[]], ["a", []]):
+            with pytest.raises(PromptError, match="at least one"):
+                ask(nothing)
 
 
 def test_generate_n_and_logprobs():
@@ -82,7 +91,7 @@ def test_refusals():
     llm = fake_llm("abc", max_model_len=10)
     with pytest.raises(PromptError, match="at most 9 tokens"):
         llm.generate("x" * 10)
-    with pytest.raises(PromptError, match="sampling_params: expected one"):
+    with pytest.raises(SamplingError, match="sampling_params: expected one"):
         llm.generate(["x", "y"], [FIVE])
     with pytest.raises(PromptError, match="at least one token"):
         llm.generate([[]])
@@ -90,6 +99,8 @@ def test_refusals():
         llm.generate("x", images=[[], []])
     with pytest.raises(PromptError, match="does not read images"):
         llm.generate("x", images=[["a.png"]])
+    with pytest.raises(PromptError, match="got the image token 3 in the prompt"):
+        llm.generate([3])
     with pytest.raises(ImageError, match="does not read images"):
         llm.chat([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
     with pytest.raises(SamplingError, match="stop_token_ids"):
@@ -127,6 +138,8 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         ("max_cache_tokens", -5),
         ("max_waiting", 0),
         ("max_model_len", 0),
+        ("max_model_len", 10**9),
+        ("max_num_seqs", None),
         ("speculate", "x"),
     ],
 )
@@ -139,3 +152,48 @@ def test_bad_options_are_refused_by_name(option, value):
 def test_score_refuses_a_negative_top():
     with pytest.raises(RequestError, match="top"):
         fake_llm("ab").score("ab", top=-1)
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"abc", {"a": 1}, ["a", 3], [4, "a"], ["a", None], [b"abc"], [[1, "a"]]], ids=str
+)
+@pytest.mark.parametrize("method", ["generate", "stream", "score"])
+def test_prompts_of_a_wrong_type(method, prompts):
+    with pytest.raises(PromptError, match=r"^prompt.*: expected .*, got "):
+        getattr(fake_llm("ab"), method)(prompts)
+
+
+@pytest.mark.parametrize(
+    "params", [5, "x", {"temperature": 0}, [{"temperature": 0}], [None], [], [FIVE, FIVE]], ids=str
+)
+def test_params_of_a_wrong_type_or_number(params):
+    messages = [{"role": "user", "content": "x"}]
+    for ask in (lambda llm: llm.generate("x", params), lambda llm: llm.chat(messages, params)):
+        with pytest.raises(SamplingError, match=r"^sampling_params: expected one"):
+            ask(fake_llm("ab"))
+
+
+@pytest.mark.parametrize("messages", [None, 5, "text", b"x", {"role": "user"}, [5], [None], [[5]], [[], 5]], ids=str)
+def test_messages_of_a_wrong_type(messages):
+    for ask in (fake_llm("ab").chat, fake_llm("ab").stream_chat):
+        with pytest.raises(PromptError, match=r"^messages: expected "):
+            ask(messages)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("thinking", "yes"), ("tools", 5), ("tools", "x"), ("effort", 2.5), ("effort", [1])]
+)
+def test_chat_options_of_a_wrong_type(option, value):
+    with pytest.raises(PromptError, match=f"^{option}: expected "):
+        fake_llm("ab").chat([{"role": "user", "content": "x"}], **{option: value})
+
+
+@pytest.mark.parametrize("images", [5, "a.png", ["a.png"], [5]], ids=str)
+def test_images_of_a_wrong_type(images):
+    with pytest.raises(PromptError, match="images: expected one list for each of 1 prompts"):
+        fake_llm("ab").generate("x", images=images)
+
+
+def test_a_model_of_a_wrong_type():
+    with pytest.raises(CheckpointError, match="model: expected a folder, a hub id or None, got 5"):
+        LLM(5)

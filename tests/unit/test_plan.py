@@ -110,10 +110,10 @@ def test_window_only_model_needs_no_rows():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"context": 0}, "context: expected 1 to 1048576 tokens"),
+        ({"context": 0}, "context: expected an integer from 1 to 1048576, got 0"),
         ({"context": 1_048_577}, "got 1048577"),
-        ({"batch": 0}, "batch: expected at least 1, got 0"),
-        ({"gpus": -1}, "gpus: expected at least 1, got -1"),
+        ({"batch": 0}, "batch: expected an integer of at least 1, got 0"),
+        ({"gpus": -1}, "gpus: expected an integer of at least 1, got -1"),
     ],
 )
 def test_sizes_out_of_range(sizes, words):

@@ -716,7 +716,7 @@ def test_interrupted_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytes
         raise OSError("disk full")
 
     monkeypatch.setattr(driver.prefix.windows.bytes, "read", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk full"):
         driver.prefix.save(path, "model-1")
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,34 @@
+"""Numbers that a user gives, refused by their name."""
+
+from __future__ import annotations
+
+import math
+
+from leadline.errors import LeadlineError, RequestError
+
+
+def check_integer(
+    name: str, value: object, least: int, most: int | None = None, error: type[LeadlineError] = RequestError
+) -> None:
+    """Raises `error` unless `value` is an int (no bool) from `least` to `most`."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise error(f"{name}: expected an integer {span}, got {value!r}")
+
+
+def check_number(
+    name: str,
+    value: object,
+    least: float = 0.0,
+    most: float = math.inf,
+    *,
+    excluded: float | None = None,
+    error: type[LeadlineError] = RequestError,
+) -> None:
+    """Raises `error` unless `value` is a finite int or float from `least` to `most`, other than `excluded`."""
+    is_number = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    if not is_number or not least <= value <= most or value == excluded:  # type: ignore[operator]
+        low = f"above {least:g}" if least == excluded else f"of at least {least:g}"
+        raise error(
+            f"{name}: expected a finite number {low}{f' and at most {most:g}' * (most < math.inf)}, got {value!r}"
+        )
