@@ -73,7 +73,7 @@ def serve(
         ),
     ] = _DEFAULTS.request_seconds,
     read_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds in which a request must come whole.")
+        float, typer.Option(min=0.1, max=options.MAX_SECONDS, help="Seconds in which a request must come whole.")
     ] = _DEFAULTS.read_seconds,
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=options.MAX_SECONDS, help="Seconds for running requests when told to stop.")
@@ -89,7 +89,7 @@ def serve(
         api_key=api_key or None,
         max_body_bytes=max_body_mib << 20,
         max_images=max_images,
-        max_n=min(_DEFAULTS.max_n, max_waiting),  # more could never wait together
+        max_n=min(_DEFAULTS.max_n, engine.max_waiting),  # more could never wait together
         read_seconds=read_timeout,
         image_urls=image_urls,
         request_seconds=request_timeout,
