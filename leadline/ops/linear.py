@@ -129,8 +129,7 @@ def linear_f32(x_TK: Tensor, w_NK: Tensor, *, impl: str | None = None) -> Tensor
         x_TK: [T, K] fp32, or bf16 that is widened here (exact).
         w_NK: [N, K] fp32.
     Returns: fp32 [T, N]; T = 0 is fine.
-    Numerics: fp32 accumulation in a free order that does not depend on T: few rows are padded to a multiple of four,
-        since the CPU product sums differently for other counts. Bitwise independent of other rows.
+    Numerics: fp32 accumulation in a free order that does not depend on T. Bitwise independent of other rows.
     Raises: OperatorError on a dtype or width mismatch.
     """
     if w_NK.dtype is not torch.float32 or x_TK.shape[-1] != w_NK.shape[1]:

@@ -32,10 +32,10 @@ LOAD = Workload(
     cancel=0.25,
 )
 ROUND_TRIPS = 224  # requests of a load, those that hang up included
-# Native memory goes with new shapes of batches (kernels that oneDNN keeps, and more): docs/log.md. A second load still
-# meets some; measured: 125.
-MAX_GROWTH_MIB = 200
-MAX_GROWTH_OF_EQUALS_MIB = 6  # of 100 equal requests, which meet none; measured: 1 to 2, and 0.2 in the 800 after them
+# Native memory goes with new shapes of products, of which there are few: docs/log.md. Measured in a second load: 11.
+MAX_GROWTH_MIB = 60
+MAX_GROWTH_OF_EQUALS_MIB = 6  # of 100 equal requests; measured: 1 to 2, and 0.2 in the 800 after them
+WINDOWS = 3  # of 100 equal requests: a leak shows in each, the allocator's noise in one
 
 
 def memory() -> tuple[float, int, int]:
@@ -53,11 +53,15 @@ def test_200_requests_leave_nothing_behind() -> None:
     with serving(Service(ServerSettings(), lambda progress: model), model.engine) as server:
         with httpx.Client(base_url=server.url, timeout=60) as http:
             body = {"prompt": list(range(3, 40)), "max_tokens": 3, "temperature": 0, "ignore_eos": True}
-            for count in range(180):
-                if count == 80:
-                    before = memory()
-                http.post("/v1/completions", json=body).raise_for_status()
-            assert memory()[0] - before[0] <= MAX_GROWTH_OF_EQUALS_MIB
+
+            def growth(count: int) -> float:
+                before = memory()[0]
+                for _ in range(count):
+                    http.post("/v1/completions", json=body).raise_for_status()
+                return memory()[0] - before
+
+            growth(80)
+            assert any(growth(100) <= MAX_GROWTH_OF_EQUALS_MIB for _ in range(WINDOWS))
         figures, before = load(server)
         assert figures["completed"] + figures["cancelled"] == 200
         assert figures["cancelled"] > 20

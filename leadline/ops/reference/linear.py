@@ -3,7 +3,7 @@
 A row of a library product may depend on the number of rows of the call: other row counts go through other kernels,
 which sum in another order. Within calls of one shape it does not depend on the row's place. So fp32 products run in
 tiles of a fixed number of rows, and bf16 ones do where a trial on this machine shows that they must (docs/log.md).
-Other bf16 products take a few row counts only, since the library keeps a kernel of some 400 KiB for each shape it met.
+Other bf16 products take a few row counts only, since the library keeps some 250 KiB and a kernel for each shape it met.
 """
 
 from collections.abc import Callable
