@@ -358,6 +358,39 @@ def test_two_sessions_take_turns(host_bytes: int) -> None:
     server.assert_nothing_is_left()
 
 
+def test_f32_agents_with_a_long_shared_prefix_wait_for_their_own_tokens_only() -> None:
+    """Eight at once, two turns, while another answer runs: their first tokens come after the steps that the tokens not
+    shared need, and the running answer gets one in every step."""
+    chunk, shared, own = 128, ids_of(6 * PAGE_TOKENS, 1), 50
+    server = Server(pages=96, sequences=9, chunk=chunk, max_snapshots=24)
+    runner = server.add(greedy(ids_of(20, 2), 200))
+    server.step()
+
+    def turn(prompts: list[list[int]]) -> list[list[int]]:
+        """The answers of prompts that arrive together."""
+        tickets, steps = [server.add(greedy(prompt, 4)) for prompt in prompts], 0
+        before = len(server.tokens[runner, 0])
+        while not all(server.tokens[ticket, 0] for ticket in tickets):
+            server.step()
+            steps += 1
+        assert len(server.tokens[runner, 0]) - before == steps
+        while not all((ticket, 0) in server.final for ticket in tickets):
+            server.step()
+        unshared = sum(len(p) - server.final[t, 0].cached_tokens for p, t in zip(prompts, tickets, strict=True))
+        assert unshared < (own + 2 * PAGE_TOKENS) * len(prompts) or len(prompts) == 1
+        assert steps <= -(-unshared // (chunk - len(prompts))) + 1  # less a token for each answer that runs
+        return [server.tokens[ticket, 0] for ticket in tickets]
+
+    turn([shared + ids_of(3, 3)])
+    talks = [shared + ids_of(own, 10 + agent) for agent in range(8)]
+    for number in range(2):
+        answers = turn(talks)
+        talks = [talk + answer + ids_of(own, 50 + number) for talk, answer in zip(talks, answers, strict=True)]
+    server.finish()
+    assert server.tokens[runner, 0] == alone(greedy(ids_of(20, 2), 200))
+    server.assert_nothing_is_left()
+
+
 def test_f17_host_memory_is_full_and_a_prompt_takes_several_chunks() -> None:
     probe = Server()
     assert probe.core.prefix is not None

@@ -205,6 +205,42 @@ def test_through_host_memory_and_a_file(tmp_path: Path, mode: Prefill, length: i
     other.check_empty()
 
 
+def held_bytes(engine: Engine, tokens: Tokens) -> dict[str, Tensor]:
+    """Plane name -> the bytes that a hit of a prompt starts from: all its pages, and its last window page."""
+    sequence, hit = engine.prefix.open(cache_ids(tokens), limit=len(tokens) - 1)
+    assert hit.length == (len(tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS > 0
+    found = {}
+    for planes, pages in (
+        (engine.cache.page_planes(), sequence.pages),
+        (engine.cache.window_planes(), sequence.window_pages[-1:]),
+    ):
+        for plane in planes:
+            rows = plane.tensor.view(-1, plane.rows_per_page, *plane.tensor.shape[1:])
+            found[plane.name] = rows[torch.tensor(pages)].clone()
+    sequence.close()
+    return found
+
+
+@pytest.mark.parametrize("length", [129, 257, 300, 301])
+def test_f22_bytes_of_every_kind_of_page_are_those_before_they_left(tmp_path: Path, length: int) -> None:
+    """Window rows of layers and draft stages, compressed rows and index keys of both ratios: unlike rows in a page."""
+    engine = Engine("everything", host_bytes=1 << 30)
+    assert set(engine.cache.ratios.values()) == {1, 2}
+    assert engine.model.config.num_nextn_predict_layers > 0
+    tokens = text(engine.model, length, seed=7)
+    engine.run(tokens)
+    before = held_bytes(engine, tokens)
+    assert len(before) >= 2 * len(engine.cache.ratios) + len(engine.cache.windows)
+    assert engine.prefix.make_room(engine.cache.pages.num_pages, engine.cache.window_pages.num_pages)
+    engine.run(text(engine.model, 511, seed=6))  # into the pages that were given up
+    engine.prefix.save(tmp_path / "tree", "model")
+    other = Engine("everything")
+    other.prefix.load(tmp_path / "tree", "model")
+    for after in (held_bytes(engine, tokens), held_bytes(other, tokens)):
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.parametrize("name", ["vision", "everything"])
 def test_images_are_told_apart_by_their_content(name: str) -> None:
     engine = Engine(name)
