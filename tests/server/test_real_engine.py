@@ -17,7 +17,7 @@ from tests.support.load import metrics
 pytestmark = pytest.mark.tiny
 
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
-SYSTEM = " ".join(f"Rule {i}: sound the depth before mark {i * 7 % 101} and call it out." for i in range(24))
+LONG_SYSTEM = " ".join(f"Rule {i}: sound the depth before mark {i * 7 % 101} and call it out." for i in range(110))
 
 
 @pytest.fixture
@@ -103,9 +103,10 @@ def test_turns_of_a_chat_start_where_the_last_one_ended(talk: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_f15_warm_turns_of_an_agent_equal_cold_ones(real: Running, talk: Any, choice: str) -> None:
-    tools = [TOOL | {"function": TOOL["function"] | {"name": f"sound_{i}"}} for i in range(4)]
-    prompts: list[Any] = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Sound the depth."}]]
-    for turn in range(2):
+    tools = [TOOL | {"function": TOOL["function"] | {"name": f"sound_{i}"}} for i in range(10)]
+    system = {"role": "system", "content": LONG_SYSTEM}
+    prompts: list[Any] = [[system, {"role": "user", "content": "Sound the depth."}]]
+    for turn in range(9):
         use: dict[str, Any] = {"id": f"c{turn}", "type": "function"}
         use["function"] = {
             "name": f"sound_{turn}",
@@ -120,12 +121,11 @@ def test_f15_warm_turns_of_an_agent_equal_cold_ones(real: Running, talk: Any, ch
         )
     forget(real)
     warm = [talk(prompt, tools=tools, tool_choice=choice) for prompt in prompts]
-    assert all(cached(answer) > 1500 for answer in warm[1:])
-    for prompt, answer in zip(prompts[1:], warm[1:], strict=True):
-        forget(real)
-        cold = talk(prompt, tools=tools, tool_choice=choice)
-        assert cached(cold) == 0
-        assert said(cold) == said(answer)
+    assert all(cached(answer) > 6000 for answer in warm[1:])
+    forget(real)
+    cold = talk(prompts[-1], tools=tools, tool_choice=choice)
+    assert cached(cold) == 0
+    assert said(cold) == said(warm[-1])
     for answer in warm:
         for part in said(answer)["tool_calls"]:
             json.loads(part["arguments"])
