@@ -331,8 +331,8 @@ def _routes(service: Service) -> APIRouter:
 
     def get(path: str) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
-            router.head(path, include_in_schema=False)(handler)
-            return router.get(path, response_model=None)(handler)
+            router.get(path, response_model=None)(handler)  # the first of a path is what Allow names
+            return router.head(path, include_in_schema=False)(handler)
 
         return add
 
@@ -368,7 +368,7 @@ def _routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: expected a prompt or messages, and only one of them")
         if body.prompt is not None:
-            ids = await asyncio.to_thread(model.tokenizer.encode, body.prompt, add_bos=body.add_special_tokens)
+            ids = await asyncio.to_thread(service.encode, body.prompt, add_bos=bool(body.add_special_tokens))
         else:
             _, made = await service.chat_input(model, await _wish("chat", request))
             ids = list(made.request.token_ids)

@@ -211,7 +211,7 @@ class Service:
             raise RequestError(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, got {len(prompts)}")
 
         def encode(prompt: str | list[int]) -> list[int]:
-            return model.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
+            return self.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
 
         ids = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
         if not all(ids):
@@ -227,11 +227,22 @@ class Service:
             logger.info("request=%s prompt=%s", request_id, json.dumps(given, ensure_ascii=False))
         return Job(request_id, "completions", requests, answers, bool(body.stream), started)
 
+    def encode(self, prompt: str, *, add_bos: bool) -> list[int]:
+        """Token ids of the field `prompt`. Raises: PromptError if it is surely longer than the context."""
+        model = self.ready_model()
+        model.tokenizer.check_length("prompt", prompt, model.max_model_len - 1)
+        return model.tokenizer.encode(prompt, add_bos=add_bos)
+
     async def chat_input(self, model: ServedModel, wish: Wish) -> tuple[ChatPrompt, _Input]:
         """Render a conversation, fetch and encode its images."""
 
         def render() -> ChatPrompt:
-            return render_request(model.tokenizer, wish.protocol, wish.body, thinking=wish.thinking, effort=wish.effort)
+            return render_request(
+                *(model.tokenizer, wish.protocol, wish.body),
+                thinking=wish.thinking,
+                effort=wish.effort,
+                most_tokens=model.max_model_len - 1,
+            )
 
         prompt = await asyncio.to_thread(render)
         if not prompt.images:

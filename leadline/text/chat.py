@@ -151,6 +151,7 @@ def render_request(
     *,
     thinking: bool | None = None,
     effort: Effort | None = None,
+    most_tokens: int | None = None,
 ) -> ChatPrompt:
     """Render the conversation of a request of one of the protocols.
 
@@ -159,10 +160,11 @@ def render_request(
             tool_choice, response format. Model and thinking are set here.
         thinking: None means on where the vocabulary knows it.
         effort: 1 to 100, or a level: minimal and low are 50; medium, high, xhigh and None 75; max 100.
+        most_tokens: a conversation that surely has more is refused before it is read whole (`check_length`).
     Returns: the prompt; `images` holds URLs, as they came.
     Raises:
         PromptError: a message or tool that the format cannot express, effort without thinking, thinking or tools with a
-            vocabulary that lacks the control tokens.
+            vocabulary that lacks the control tokens; a conversation beyond `most_tokens`.
         ImageError: an image for a model that reads none.
     """
     is_plain = not tokenizer.has_control_tokens
@@ -184,6 +186,10 @@ def render_request(
         raise ImageError(
             f"{_field(sources[0])}: expected text only, got {len(sources)} image(s); this model does not read images"
         )
+    if most_tokens is not None:
+        messages = request.conversation.messages
+        written = "".join(message.content for message in messages) if is_plain else rendered.prompt
+        tokenizer.check_length("input" if protocol == "responses" else "messages", written, most_tokens)
     if is_plain:
         ids, text = _render_plain(tokenizer, request.conversation)
     else:

@@ -17,6 +17,8 @@ from leadline.config.model import ModelConfig
 from leadline.errors import CheckpointError, ConfigError, PromptError
 
 _IMAGE_TOKEN = "<｜deepseek_image｜>"
+_FEW_CHARS = 4  # for each token that may be: a shorter text is simply read
+_PIECE_CHARS = 1 << 18  # read at a time of a longer one
 # Spellings of V4.1's chat control tokens. A vocabulary holds all of them or none.
 CONTROL_TOKENS = (
     "<｜System｜>",
@@ -109,6 +111,26 @@ class Tokenizer:
             raise PromptError("prompt text: expected Unicode text, got a lone surrogate; decode the input as UTF-8 "
                               "with errors='replace'") from None  # fmt: skip
         return [self.bos_token_id, *ids] if add_bos else ids
+
+    def check_length(self, field: str, text: str, most: int) -> None:
+        """Refuse a text that surely has more than `most` tokens, in time and memory that go with `most`, not the text.
+
+        Reads pieces of the text until they have twice as many: a cut adds a few tokens at most. A text that passes may
+        still be too long.
+
+        Raises:
+            PromptError: names the field.
+        """
+        if len(text) <= _FEW_CHARS * most:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            count += len(self.encode(text[start : start + _PIECE_CHARS]))
+            if count > 2 * most:
+                raise PromptError(
+                    f"{field}: expected at most {most} tokens (the context less one for the answer), got more than "
+                    f"{2 * most}; shorten it, or raise max_model_len"
+                )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, control tokens spelled out, invalid UTF-8 as U+FFFD.

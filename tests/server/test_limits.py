@@ -16,6 +16,7 @@ import pytest
 
 from leadline.server.app import MAX_OBJECTS, MAX_PARTS
 from leadline.server.settings import ServerSettings
+from leadline.text.tokenizer import Tokenizer
 from tests.server.serving import Running, fake_server
 from tests.server.test_clients import ASK
 
@@ -178,11 +179,41 @@ def test_head_requests(whole: Running) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 5}),
+        ("/v1/responses", lambda text: {"input": text}),
+        ("/v1/completions", lambda text: {"prompt": text}),
+        ("/tokenize", lambda text: {"prompt": text}),
+        ("/tokenize", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    ],
+)
+def test_a_prompt_that_is_far_too_long_is_not_read_whole(
+    whole: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    read: list[int] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **options: bool) -> list[int]:
+        read.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    found = httpx.post(whole.url + path, json=body("a " * (4 << 20)))
+    assert found.status_code == 400
+    assert "expected at most 4999 tokens" in found.json()["error"]["message"]
+    assert "got more than 9998" in found.json()["error"]["message"]
+    assert sum(read) < 1 << 19
+
+
 def test_wrong_methods_tell_the_right_one(whole: Running) -> None:
     found = httpx.get(whole.url + CHAT)
     assert (found.status_code, found.headers["allow"]) == (405, "POST")
     assert found.json()["error"]["type"] == "invalid_request_error"
-    assert httpx.delete(whole.url + "/health").headers["allow"]
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        assert httpx.delete(whole.url + path).headers["allow"] == "GET"
 
 
 def test_websockets_are_refused_in_plain_words(whole: Running, caplog: pytest.LogCaptureFixture) -> None:

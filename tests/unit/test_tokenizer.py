@@ -137,3 +137,16 @@ def test_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="Hugging Face tokenizer"):
         Tokenizer.load(tmp_path, RELEASED)
+
+
+def test_only_texts_that_are_surely_too_long_are_refused(released: Tokenizer) -> None:
+    text = "The lead line, 深さ 🤔. " * 40_000
+    exact = len(released.encode(text))
+    assert len(text) > 1 << 19  # several pieces
+    for most in (exact, exact * 2 // 3, -(-exact // 2) + 10):
+        released.check_length("prompt", text, most)
+    with pytest.raises(PromptError, match=rf"prompt: expected at most {exact // 3} tokens"):
+        released.check_length("prompt", text, exact // 3)
+    released.check_length("prompt", "", 0)
+    spelled = "<｜User｜>" * 3000
+    released.check_length("prompt", spelled, len(released.encode(spelled)))
