@@ -38,6 +38,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 PAGE = Path(__file__).parent / "page.html"
 MAX_DEPTH = 100  # of brackets in a body
 MAX_PARTS = 1_250_000  # commas, and four times the opening brackets, of a body: a million token ids have a million
+MAX_TOKENIZED = 1 << 20  # tokens of a text for /tokenize, which need not fit the context
 MAX_OBJECTS = 50_000  # of a body: one for 20 of a million tokens
 _TOO_DEEP = f"expected brackets at most {MAX_DEPTH} deep"
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version")
@@ -368,7 +369,13 @@ def _routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("prompt: expected a prompt or messages, and only one of them")
         if body.prompt is not None:
-            ids = await asyncio.to_thread(service.encode, body.prompt, add_bos=bool(body.add_special_tokens))
+            prompt, most = body.prompt, max(model.max_model_len, MAX_TOKENIZED)
+
+            def encode() -> list[int]:
+                model.tokenizer.check_length("prompt", prompt, most, "a million, or the context")
+                return model.tokenizer.encode(prompt, add_bos=body.add_special_tokens)
+
+            ids = await asyncio.to_thread(encode)
         else:
             _, made = await service.chat_input(model, await _wish("chat", request))
             ids = list(made.request.token_ids)

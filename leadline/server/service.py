@@ -211,7 +211,10 @@ class Service:
             raise RequestError(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, got {len(prompts)}")
 
         def encode(prompt: str | list[int]) -> list[int]:
-            return self.encode(prompt, add_bos=True) if isinstance(prompt, str) else prompt
+            if not isinstance(prompt, str):
+                return prompt
+            model.tokenizer.check_length("prompt", prompt, model.max_model_len - 1)
+            return model.tokenizer.encode(prompt, add_bos=True)
 
         ids = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
         if not all(ids):
@@ -226,12 +229,6 @@ class Service:
         if self.settings.log_prompts:
             logger.info("request=%s prompt=%s", request_id, json.dumps(given, ensure_ascii=False))
         return Job(request_id, "completions", requests, answers, bool(body.stream), started)
-
-    def encode(self, prompt: str, *, add_bos: bool) -> list[int]:
-        """Token ids of the field `prompt`. Raises: PromptError if it is surely longer than the context."""
-        model = self.ready_model()
-        model.tokenizer.check_length("prompt", prompt, model.max_model_len - 1)
-        return model.tokenizer.encode(prompt, add_bos=add_bos)
 
     async def chat_input(self, model: ServedModel, wish: Wish) -> tuple[ChatPrompt, _Input]:
         """Render a conversation, fetch and encode its images."""

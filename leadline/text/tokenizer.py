@@ -112,14 +112,14 @@ class Tokenizer:
                               "with errors='replace'") from None  # fmt: skip
         return [self.bos_token_id, *ids] if add_bos else ids
 
-    def check_length(self, field: str, text: str, most: int) -> None:
+    def check_length(self, field: str, text: str, most: int, why: str = "the context less one for the answer") -> None:
         """Refuse a text that surely has more than `most` tokens, in time and memory that go with `most`, not the text.
 
         Reads pieces of the text until they have twice as many: a cut adds a few tokens at most. A text that passes may
         still be too long.
 
         Raises:
-            PromptError: names the field.
+            PromptError: names the field, and why there is a limit.
         """
         if len(text) <= _FEW_CHARS * most:
             return
@@ -128,8 +128,7 @@ class Tokenizer:
             count += len(self.encode(text[start : start + _PIECE_CHARS]))
             if count > 2 * most:
                 raise PromptError(
-                    f"{field}: expected at most {most} tokens (the context less one for the answer), got more than "
-                    f"{2 * most}; shorten it, or raise max_model_len"
+                    f"{field}: expected at most {most} tokens ({why}), got more than {2 * most}; shorten it"
                 )
 
     def decode(self, token_ids: Sequence[int]) -> str:

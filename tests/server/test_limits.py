@@ -186,7 +186,6 @@ def test_head_requests(whole: Running) -> None:
         ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 5}),
         ("/v1/responses", lambda text: {"input": text}),
         ("/v1/completions", lambda text: {"prompt": text}),
-        ("/tokenize", lambda text: {"prompt": text}),
         ("/tokenize", lambda text: {"messages": [{"role": "user", "content": text}]}),
     ],
 )
@@ -206,6 +205,15 @@ def test_a_prompt_that_is_far_too_long_is_not_read_whole(
     assert "expected at most 4999 tokens" in found.json()["error"]["message"]
     assert "got more than 9998" in found.json()["error"]["message"]
     assert sum(read) < 1 << 19
+
+
+def test_texts_beyond_the_context_are_tokenized_up_to_a_million_tokens(whole: Running) -> None:
+    found = httpx.post(whole.url + "/tokenize", json={"prompt": "a " * 10_000}, timeout=60)
+    assert found.status_code == 200
+    assert found.json()["count"] > 2 * 5000
+    found = httpx.post(whole.url + "/tokenize", json={"prompt": "a " * (4 << 20)}, timeout=60)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+    assert "expected at most 1048576 tokens (a million, or the context)" in found.json()["error"]["message"]
 
 
 def test_wrong_methods_tell_the_right_one(whole: Running) -> None:
