@@ -15,7 +15,7 @@ from typing import Any
 from leadline.config.sampling import SamplingParams
 from leadline.errors import RequestError
 from leadline.server.bodies import SamplingBody
-from leadline.text.chat import ChatPrompt, Effort, Protocol
+from leadline.text.chat import ChatPrompt, Effort, Protocol, schema_fields
 from leadline.text.grammar import ANY_OBJECT, Grammar
 from leadline.text.tokenizer import Tokenizer
 from leadline.text.tool_grammar import Tool
@@ -125,7 +125,7 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
 def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Grammar | None:
     """What answers to the rendered prompt have to follow where calls are required or stand beside JSON; else None.
 
-    Raises: RequestError naming tools or tool_choice.
+    Raises: RequestError naming the schema of a tool, tools, or tool_choice.
     """
     is_required = wish.choice.mode == "required"
     if not is_required and (wish.choice.mode == "none" or not wish.is_json):
@@ -135,7 +135,12 @@ def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Gramma
     if unknown := [name for name in names if name not in tools]:
         raise RequestError(f"tool_choice: expected one of tools ({', '.join(tools)[:200]}), got {unknown[0]!r}")
     document = None if is_required else ANY_OBJECT if wish.schema is None else wish.schema
-    return Grammar.tool_calls(tokenizer, [tools[name] for name in names], many=wish.choice.many, document=document)
+    try:
+        return Grammar.tool_calls(tokenizer, [tools[name] for name in names], many=wish.choice.many, document=document)
+    except RequestError as error:
+        name, _, reason = str(error).removeprefix("tools: ").partition(": ")
+        place = schema_fields(wish.protocol, wish.body["tools"]).get(name)
+        raise (error if place is None else RequestError(f"{place}: {reason}")) from None
 
 
 def sampling_params(
@@ -151,14 +156,19 @@ def sampling_params(
     return SamplingParams(max_tokens=max_tokens, **{key: value for key, value in values.items() if value is not None})
 
 
-def json_schema_of(response_format: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the answer has to be JSON, and its schema, from a response_format of Chat Completions."""
+def json_schema_of(
+    response_format: Mapping[str, Any] | None, field: str = "response_format.json_schema"
+) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the answer has to be JSON, and its schema, from a response_format of Chat Completions.
+
+    field: what holds the schema, for errors. Raises: RequestError for json_schema without a schema.
+    """
     kind = (response_format or {}).get("type", "text")
     if kind != "json_schema":
         return kind == "json_object", None
     schema = ((response_format or {}).get("json_schema") or {}).get("schema")
     if schema is None:
-        raise RequestError("response_format.json_schema.schema: expected a JSON Schema, got none")
+        raise RequestError(f"{field}.schema: expected a JSON Schema, got none")
     return True, schema
 
 
@@ -175,7 +185,7 @@ def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, 
     thinking = None if kind is None else kind != "disabled"
     switches = raw.get("chat_template_kwargs") or {}
     for name in ("thinking", "enable_thinking"):
-        if isinstance(switches.get(name), bool):
+        if switches.get(name) is not None:
             thinking = switches[name]
     if effort == "none":
         if thinking:
@@ -193,7 +203,7 @@ def _answer_format(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool, di
         found = (raw.get("output_config") or {}).get("format") or {}
         return bool(found), found.get("schema")
     found = (raw.get("text") or {}).get("format") or {}
-    return json_schema_of({"type": found.get("type", "text"), "json_schema": found})
+    return json_schema_of({"type": found.get("type", "text"), "json_schema": found}, "text.format")
 
 
 def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: str, value: Any) -> None:
@@ -226,9 +236,7 @@ def _tool_choice(raw: Mapping[str, Any]) -> ToolChoice:
         return ToolChoice("required", [_tool_name(tool) for tool in inner.get("tools") or [{}]], many)
     if kind in ("function", "tool", "custom"):
         return ToolChoice("required", [_tool_name(fields)], many=False)
-    if kind in ("auto", "none", "required", "any"):
-        return ToolChoice("required" if kind == "any" else kind, None, many)
-    raise RequestError(f"tool_choice: expected auto, none, required or a tool by its name, got {str(kind)[:80]!r}")
+    return ToolChoice("required" if kind == "any" else str(kind), None, many)
 
 
 def _tool_name(fields: Mapping[str, Any]) -> str:

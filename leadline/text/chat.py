@@ -13,7 +13,8 @@ import base64
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -46,22 +47,13 @@ _EFFORT_NUMBERS = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 
 _DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 ("
 # How deepseek-recipe says what it means, where it does: ".messages.0.content[1]: ...", "Invalid 'tools[0].name': ...".
 _NAMED_PLACE = re.compile(r"(?:Invalid ')?\.?((?:messages|input|tools)\b[\w.\[\]]*)'?: ")
+_BAD_SCHEMA = re.compile(r"Invalid schema for function '(.*?)': ")
 _SHAPE = "invalid request body: "
+_SCHEMA_KEYS = {"chat": "function.parameters", "messages": "input_schema", "responses": "parameters"}
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
-_VISIBLE = (
-    *("</think>", "｜DSML｜"),
-    *(
-        "<｜ref｜>",
-        "<｜/ref｜>",
-        "<｜box｜>",
-        "<｜/box｜>",
-        "<｜point｜>",
-        "<｜/point｜>",
-        "<｜polygon｜>",
-        "<｜/polygon｜>",
-    ),
-)
+_MARKS = ("ref", "box", "point", "polygon")
+_VISIBLE = ("</think>", "｜DSML｜", *(f"<｜{slash}{mark}｜>" for mark in _MARKS for slash in ("", "/")))
 
 
 class ChatDelta(NamedTuple):
@@ -182,9 +174,10 @@ def render_request(
         recipe.DeepseekV41Encoding().with_special_tokens(special_tokens).render_conversation(request.conversation)
     )
     sources = rendered.image_sources
+    fields = _image_fields(body, sources)
     if sources and not tokenizer.has_vision:
         raise ImageError(
-            f"{_field(sources[0])}: expected text only, got {len(sources)} image(s); this model does not read images"
+            f"{fields[0]}: expected text only, got {len(sources)} image(s); this model does not read images"
         )
     if most_tokens is not None:
         messages = request.conversation.messages
@@ -198,7 +191,7 @@ def render_request(
     return ChatPrompt(
         ids,
         [source.data_url or source.url or "" for source in sources],
-        [_field(source) for source in sources],
+        fields,
         text,
         stage is not None and stage.starts_in_reasoning(),
         request,
@@ -332,16 +325,43 @@ def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> 
     made = convert(body)
     if not isinstance(made, str):
         return made
+
+    def narrowed(place: str, value: Any, put: Callable[[Any], Mapping[str, Any]]) -> str:
+        """The innermost entry of lists in `value` that the complaint is about. put: the body with another value."""
+        if isinstance(value, list):  # whatever follows the entry
+            number = bisect_left(range(len(value)), True, key=lambda last: convert(put(value[: last + 1])) == made)
+            return narrowed(f"{place}[{number}]", value[number], lambda entry: put([*value[:number], entry]))
+        for key, inner in value.items() if isinstance(value, Mapping) else ():
+            if isinstance(inner, list) and inner and convert(put({**value, key: []})) != made:
+                return narrowed(f"{place}.{key}", inner, lambda some: put({**value, key: some}))  # noqa: B023
+        return place
+
     if (named := _NAMED_PLACE.match(made)) is not None:
         place = _place(named[1])
-        made = made if made.startswith("Invalid") else made[named.end() :]
+        top = field if place.startswith(field) and place.endswith("]") and protocol != "messages" else None
     else:  # the field without which there is no such complaint
         suspects = [name for name in ("tool_choice", *body) if name in body and name != field]
         place = next((name for name in suspects if convert({**body, name: None}) != made), field)
-        if made.startswith(_SHAPE) and isinstance(body[place], list):  # of one entry, whatever the others are
-            alone = ({**body, place: [entry]} for entry in body[place])
-            place += next((f"[{number}]" for number, one in enumerate(alone) if convert(one) == made), "")
-    raise PromptError(f"{place}: {made.removeprefix(_SHAPE)}")
+        top = place if place == "tools" or made.startswith(_SHAPE) else None
+    if (schema := _BAD_SCHEMA.match(made)) is not None:
+        place = schema_fields(protocol, body.get("tools") or ()).get(schema[1], place)
+    elif top is not None:
+        place = narrowed(top, body[top], lambda value: {**body, top: value})
+    raise PromptError(f"{place}: {made[named.end() if named else 0 :].removeprefix(_SHAPE)}")
+
+
+def schema_fields(
+    protocol: Protocol, tools: Iterable[Mapping[str, Any]], place: str = "tools", prefix: str = ""
+) -> dict[str, str]:
+    """The field of each tool's schema, by the tool's name in the prompt: with its namespace in front."""
+    fields: dict[str, str] = {}
+    for number, tool in enumerate(tools):
+        name, here = prefix + (tool["function"] if protocol == "chat" else tool)["name"], f"{place}[{number}]"
+        if protocol == "responses" and tool.get("type") == "namespace":
+            fields |= schema_fields(protocol, tool["tools"], f"{here}.tools", f"{name}::")
+        else:
+            fields[name] = f"{here}.{_SCHEMA_KEYS[protocol]}"
+    return fields
 
 
 def _reason(error: recipe.ConversionError) -> str:
@@ -356,8 +376,21 @@ def _place(path: str) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", path)
 
 
-def _field(source: recipe.ImageSource) -> str:
-    return _place(source.path.removeprefix(".")) or "image"
+def _image_fields(body: Mapping[str, Any], sources: Iterable[recipe.ImageSource]) -> list[str]:
+    """Where each image stands. deepseek-recipe names what holds them, and keeps their order in there."""
+
+    def parts(place: str) -> Iterator[str]:
+        value: Any = body
+        for key in re.findall(r"\w+", place):
+            value = value[int(key) if isinstance(value, list) else key]
+        for key in ("content", "output"):
+            for number, part in enumerate(value[key] if isinstance(value.get(key), list) else ()):
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image"):
+                    yield f"{place}.{key}[{number}]"
+
+    places = [_place(source.path.removeprefix(".")).removesuffix(".tool_result") for source in sources]
+    found = {place: parts(place) for place in places}
+    return [next(found[place], place) for place in places]
 
 
 def _pieces(rendered: recipe.RenderedPrompt) -> list[tuple[str, bool]]:

@@ -134,7 +134,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("/v1/responses", {"input": [{"role": "user", "content": 7}]}, 400, "input[0]"),
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": ASK}, 400, "prompt"),
-    ("/detokenize", {"tokens": [1 << 30]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [1 << 30]}, 400, "tokens[0]"),
     ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
 ]
 

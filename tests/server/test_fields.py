@@ -47,6 +47,7 @@ def picture(kind: str, url: str) -> Any:
 TEXT = {"type": "text", "text": "x"}
 INPUT_TEXT = {"type": "input_text", "text": "x"}
 BROKEN = "data:image/png;base64,AAAA"
+BAD_URLS = [(BROKEN, "PNG"), (BROKEN[:-4] + "!!!!", "base64"), ("http://x.org/a.png", "https://"), ("file:///x", "format")]
 CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look_up", "input": {}}]}
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     # What deepseek-recipe leaves out or refuses without a place: types.
@@ -76,7 +77,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1]", "name"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
     (CHAT, {"tools": [TOOL, TOOL]}, "tools[1]", "unique"),
-    (CHAT, {"tools": [TOOL, function({}, "")]}, "tools[1].function.name", "tools[1].function.name: empty string. Expected"),
+    (CHAT, {"tools": [TOOL, function({}, "")]}, "tools[1].function.name", "function.name: empty string. Expected"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice", "'no'"),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "name of a tool"),
     (CHAT, {"messages": [*ASK, {"role": "user"}]}, "messages[1]", "content"),
@@ -89,11 +90,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"instructions": 5}, "instructions", "expected a text, got 5"),
     # Images, by the part that holds them.
     *((CHAT, {"messages": said(TEXT, picture("image_url", data_url()), picture("image_url", url))},
-       "messages[1].content[2]", words) for url, words in [
-        (BROKEN, "PNG"), (BROKEN[:-4] + "!!!!", "base64"), ("http://x.org/a.png", "https://"), ("file:///x", "format")]),
+       "messages[1].content[2]", words) for url, words in BAD_URLS),
     *((RESPONSES, {"input": [{"role": "user", "content": [INPUT_TEXT, picture("input_image", url)]}]},
-       "input[0].content[1]", words) for url, words in [
-        (BROKEN, "PNG"), (BROKEN[:-4] + "!!!!", "base64"), ("http://x.org/a.png", "https://"), ("file:///x", "format")]),
+       "input[0].content[1]", words) for url, words in BAD_URLS),
     (CHAT, {"messages": said(TEXT, {"type": "image_url"})}, "messages[1].content[1]", "missing field"),
     (CHAT, {"messages": said(TEXT, {"type": "image_url", "image_url": 5})}, "messages[1].content[1]", "integer `5`"),
     (CHAT, {"messages": said(*[picture("image_url", data_url())] * 5)}, "messages[1].content[4]", "at most 4 images"),
@@ -139,7 +138,8 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         (MESSAGES, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (MESSAGES, {"system": 5}, "system"),
         (RESPONSES, {"input": 5}, "input")]),
-    *((path, {"stop": {}}, "stop", "expected a text or a list of texts, got {}") for path in NEEDED if path != MESSAGES),
+    *((path, {"stop": {}}, "stop", "expected a text or a list of texts, got {}")
+      for path in (CHAT, RESPONSES, "/v1/completions")),
     *((path, body, param, "expected a text or an integer, got True") for path, body, param in [
         (CHAT, {"reasoning_effort": True}, "reasoning_effort"),
         (MESSAGES, {"output_config": {"effort": True}}, "output_config.effort"),
