@@ -226,12 +226,8 @@ class _Gate:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         if self._key is None or not hmac.compare_digest(given.encode("latin-1"), self._key):
-            raise ApiError(
-                401,
-                "api key: expected this server's key as Authorization: Bearer ... or x-api-key",
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
+            message = "api key: expected this server's key as Authorization: Bearer ... or x-api-key"
+            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
 class ClientGone(Exception):  # noqa: N818
@@ -425,10 +421,8 @@ def _routes(service: Service) -> APIRouter:
     @get("/ready")
     async def ready() -> Response:
         is_ready, waits_for = service.state()
-        return JSONResponse(
-            {"status": "ready"} if is_ready else {"status": "not ready", "waits_for": waits_for},
-            200 if is_ready else 503,
-        )
+        document = {"status": "ready"} if is_ready else {"status": "not ready", "waits_for": waits_for}
+        return JSONResponse(document, 200 if is_ready else 503)
 
     @get("/metrics")
     async def prometheus() -> Response:

@@ -141,8 +141,11 @@ class OutputFormat(Part):
     schema_: Object = Field(alias="schema")
 
 
-class OutputConfig(Part):
+class Reasoning(Part):
     effort: str | int | None = None
+
+
+class OutputConfig(Reasoning):
     format: OutputFormat | None = None
 
 
@@ -168,14 +171,8 @@ class MessagesBody(MessagesPromptBody, SamplingBody):
     metadata: Object | None = None
 
 
-class Reasoning(Part):
-    effort: str | int | None = None
-
-
-class TextFormat(Part):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: Object | None = Field(None, alias="schema")
 
 
 class TextConfig(Part):

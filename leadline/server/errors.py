@@ -19,29 +19,16 @@ _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*)(?: \d+)?: ")
 _UNION_MEMBER = re.compile(r"[\[-]|^[A-Z]|^(str|int|float|bool|dict|none)$")
 # In the words of JSON: what pydantic says was wrong, and by its names for them, the lists that a union may hold.
 _EXPECTED = {
-    "string_type": "a text",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "none_required": "null",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_attributes_type": "an object",
-    "list[str]": "a list of texts",
-    "list[constrained-int]": "a list of integers",
-    "list[list[constrained-int]]": "a list of lists of integers",
-    "list[dict[str,any]]": "a list of objects",
-}
-_WRONG_TYPE = re.compile(r"_type$|^literal_error$|^none_required$")
+    "string_type": "a text", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
+    "none_required": "null", "list_type": "a list", "dict_type": "an object", "model_attributes_type": "an object",
+    "list[str]": "a list of texts", "list[constrained-int]": "a list of integers",
+    "list[list[constrained-int]]": "a list of lists of integers", "list[dict[str,any]]": "a list of objects",
+}  # fmt: skip
 _PYDANTIC = re.compile(r"^\w+ should (be|have) | after validation, not \w+$")
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(HTTPException):
@@ -119,15 +106,11 @@ def api_error(error: Exception) -> ApiError:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first problem of a body that does not have the shape of its schema."""
-
-    def way(problem: Any) -> tuple[int, list[int]]:
-        path = _path(problem["loc"])
-        return len(path), [part for part in path if isinstance(part, int)]
-
     # Of a union every member reports: those that came furthest into the body are about what was meant.
-    furthest = max(map(way, error.errors()))
-    problems = [problem for problem in error.errors() if way(problem) == furthest]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problems[0]["loc"]))[1:]
+    paths = [_path(problem["loc"]) for problem in error.errors()]
+    furthest = max(paths, key=lambda path: (len(path), [part for part in path if isinstance(part, int)]))
+    problems = [problem for problem, path in zip(error.errors(), paths, strict=True) if path == furthest]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in furthest)[1:]
     if not param:
         return ApiError(400, "body: expected a JSON object with content-type application/json", param="body")
     if problems[0]["type"] == "missing":
@@ -138,7 +121,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 
 def _expected(problems: list[Any]) -> str:
     """What would be right: all that the members of a union take, or the limit of the one that took the type."""
-    limits = [problem for problem in problems if not _WRONG_TYPE.search(problem["type"])]
+    limits = [problem for problem in problems if problem["type"] not in ("literal_error", *_EXPECTED)]
     words = [
         _EXPECTED.get(problem["loc"][-1]) or _EXPECTED.get(problem["type"]) or _PYDANTIC.sub("", problem["msg"])
         for problem in limits or problems

@@ -116,9 +116,8 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     elif protocol == "messages" and "tools" in body:  # deepseek-recipe takes any type for a tool of the server
         body["tools"] = [{key: value for key, value in tool.items() if key != "type"} for tool in body["tools"]]
     echo = {key: raw[key] for key in _ECHO_FIELDS if key in raw}
-    if isinstance(raw.get("tool_choice"), Mapping) and raw["tool_choice"].get("type") == "allowed_tools":
-        # deepseek-recipe cannot repeat it
-        echo["tool_choice"] = "required"
+    if isinstance(raw.get("tool_choice"), Mapping) and raw["tool_choice"]["type"] == "allowed_tools":
+        echo["tool_choice"] = "required"  # deepseek-recipe cannot repeat it
     return Wish(protocol, body, thinking, effort, choice, is_json, schema, echo)
 
 
@@ -144,12 +143,7 @@ def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Gramma
 
 
 def sampling_params(
-    body: SamplingBody,
-    *,
-    max_tokens: int | None,
-    stop: str | list[str] | None,
-    n: int | None = None,
-    logprobs: int | None = None,
+    body: SamplingBody, *, max_tokens: int | None, stop: str | list[str] | None, n: int = 1, logprobs: int | None = None
 ) -> SamplingParams:
     """The request's own sampling values, as they are. Raises: SamplingError naming the field."""
     values = {"n": n, "stop": stop, "logprobs": logprobs} | {name: getattr(body, name) for name in _SAMPLING_FIELDS}
@@ -163,11 +157,10 @@ def json_schema_of(
 
     field: what holds the schema, for errors. Raises: RequestError for json_schema without a schema.
     """
-    kind = (response_format or {}).get("type", "text")
-    if kind != "json_schema":
-        return kind == "json_object", None
-    schema = ((response_format or {}).get("json_schema") or {}).get("schema")
-    if schema is None:
+    shape = response_format or {}
+    if shape.get("type") != "json_schema":
+        return shape.get("type") == "json_object", None
+    if (schema := (shape.get("json_schema") or {}).get("schema")) is None:
         raise RequestError(f"{field}.schema: expected a JSON Schema, got none")
     return True, schema
 
@@ -203,7 +196,7 @@ def _answer_format(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool, di
         found = (raw.get("output_config") or {}).get("format") or {}
         return bool(found), found.get("schema")
     found = (raw.get("text") or {}).get("format") or {}
-    return json_schema_of({"type": found.get("type", "text"), "json_schema": found}, "text.format")
+    return json_schema_of({"type": found.get("type"), "json_schema": found}, "text.format")
 
 
 def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: str, value: Any) -> None:

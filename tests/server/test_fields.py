@@ -47,7 +47,12 @@ def picture(kind: str, url: str) -> Any:
 TEXT = {"type": "text", "text": "x"}
 INPUT_TEXT = {"type": "input_text", "text": "x"}
 BROKEN = "data:image/png;base64,AAAA"
-BAD_URLS = [(BROKEN, "PNG"), (BROKEN[:-4] + "!!!!", "base64"), ("http://x.org/a.png", "https://"), ("file:///x", "format")]
+BAD_URLS = [
+    (BROKEN, "PNG"),
+    (BROKEN[:-4] + "!!!!", "base64"),
+    ("http://x.org/a.png", "https://"),
+    ("file:///x", "format"),
+]
 CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look_up", "input": {}}]}
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     # What deepseek-recipe leaves out or refuses without a place: types.
