@@ -124,7 +124,7 @@ class ChatBody(ChatOptions, SamplingBody, Unsupported, Kept):
     stream_options: StreamOptions | None = None
 
 
-class CompletionBody(SamplingBody, Unsupported):
+class CompletionBody(SamplingBody, Unsupported, Kept):
     prompt: str | Many[str] | Many[TokenId] | Many[Many[TokenId]]
     max_tokens: Count | None = None
     n: Count | None = None

@@ -88,8 +88,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, str(error.detail), kind=kind, headers=error.headers)  # Allow, of a 405
     message = str(error)
     if isinstance(error, QueueFullError):
-        kind = "rate_limit_error"
-        return ApiError(429, message, kind=kind, code="queue_full", retry_after=error.retry_after)
+        return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=error.retry_after)
     if isinstance(error, RequestError | CapacityError):
         field = _FIELD.match(message)
         is_too_long = isinstance(error, CapacityError) or ("expected at most" in message and "context" in message)

@@ -167,11 +167,9 @@ def json_schema_of(
 
 def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, Effort | None]:
     """None for thinking means the default. The effort none switches it off."""
-    if protocol == "chat":
-        effort = raw.get("reasoning_effort")
-    else:
-        effort = (raw.get("output_config" if protocol == "messages" else "reasoning") or {}).get("effort")
     field = _EFFORT_FIELDS[protocol]
+    parent, _, name = field.rpartition(".")
+    effort = ((raw.get(parent) or {}) if parent else raw).get(name)
     if effort is not None and effort not in _EFFORT_WORDS and (type(effort) is not int or not 1 <= effort <= 100):
         raise RequestError(f"{field}: expected {', '.join(_EFFORT_WORDS)} or a number 1 to 100, got {effort!r:.80}")
     kind = (raw.get("thinking") or {}).get("type")
@@ -204,9 +202,7 @@ def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: 
 
     name: of the list `value`, as in `_TYPES`. place: the same with the numbers of the entries, for the error.
     """
-    if not isinstance(value, list):
-        return
-    for number, entry in enumerate(value):
+    for number, entry in enumerate(value if isinstance(value, list) else ()):
         if isinstance(entry, Mapping):
             kind = entry.get("type")
             if kind not in known.get(name, (kind,)):

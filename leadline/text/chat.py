@@ -165,9 +165,11 @@ def render_request(
         raise PromptError(f"{field}: expected none: this model's vocabulary lacks V4.1's control tokens; leave it out")
     thinking = not is_plain if thinking is None else thinking
     number = effort_number(effort, thinking)
-    request = _convert(tokenizer, protocol, {**body, **_thinking_field(protocol, thinking)})
-    special_tokens = _PLAIN_TOKENS if is_plain else _SPECIAL_TOKENS
-    encoding = recipe.DeepseekV41Encoding().with_special_tokens(special_tokens)
+    mode = {"thinking": {"type": "enabled" if thinking else "disabled"}}
+    if protocol == "responses":
+        mode = {"reasoning": {"effort": "high" if thinking else "none"}}
+    request = _convert(tokenizer, protocol, {**body, **mode})
+    encoding = recipe.DeepseekV41Encoding().with_special_tokens(_PLAIN_TOKENS if is_plain else _SPECIAL_TOKENS)
     rendered = encoding.render_conversation(request.conversation)
     sources = rendered.image_sources
     fields = _image_fields(body, sources)
@@ -282,12 +284,6 @@ def effort_number(effort: Effort | None, thinking: bool) -> int:
     if type(number) is not int or not 1 <= number <= 100:
         raise PromptError(f"effort: expected 1 to 100 or one of {', '.join(_EFFORT_NUMBERS)}, got {effort!r}")
     return number
-
-
-def _thinking_field(protocol: Protocol, thinking: bool) -> dict[str, Any]:
-    if protocol != "responses":
-        return {"thinking": {"type": "enabled" if thinking else "disabled"}}
-    return {"reasoning": {"effort": "high" if thinking else "none"}}
 
 
 def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> recipe.ConversationRequest:

@@ -167,6 +167,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     *((path, {name: 5}, name, words) for path in (CHAT, RESPONSES) for name, words in [
         ("user", "expected a text, got 5"), ("store", "true or false"), ("metadata", "expected an object")]),
     (MESSAGES, {"metadata": 5}, "metadata", "expected an object"),
+    ("/v1/completions", {"user": 5}, "user", "expected a text, got 5"),
     (RESPONSES, {"include": 5}, "include", "expected a list, got 5"),
     (CHAT, {"echo": True}, "echo", "expected False, got True"),
     # What is ours.
