@@ -267,7 +267,9 @@ def test_loading() -> None:
         assert (waiting.status_code, waiting.json()["waits_for"]) == (503, "the model to be loaded: 30 %")
         assert client.get("/health").status_code == 200
         assert client.get("/metrics").status_code == 200
-        assert client.get("/v1/models").status_code == 200
+        found = client.get("/v1/models")
+        assert found.status_code == 200
+        assert abs(found.json()["data"][0]["created"] - time.time()) < 600
         for path, body in (*PATHS, ("/tokenize", {"prompt": "x"})):
             found = client.post(path, json=body)
             assert (found.status_code, "retry-after" in found.headers) == (503, True)
