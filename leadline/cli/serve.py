@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -111,6 +112,9 @@ def serve(
         if cache_file is not None and cache_file.exists():
             llm.load_prefixes(cache_file)
         loaded.append(llm)
+        # What is there now stays until the end: the collector of cycles need not go through it, 40 ms each time.
+        gc.collect()
+        gc.freeze()
         return served_model(llm)
 
     run(Service(settings, load), host, port)
