@@ -72,15 +72,9 @@ class WeightSource:
         return cls(config, open_shards(Path(path)), device, weights, progress)
 
     @classmethod
-    def from_tensors(
-        cls,
-        config: ModelConfig,
-        tensors: dict[str, torch.Tensor],
-        device: str | torch.device = "cpu",
-        weights: WeightsChoice = "dense",
-    ) -> WeightSource:
+    def from_tensors(cls, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> WeightSource:
         """The same for tensors in memory, in the published layout. Nothing is copied that needs no conversion."""
-        return cls(config, [MemoryShard(tensors)], device, weights)
+        return cls(config, [MemoryShard(tensors)], weights="dense")
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Takes an unquantised tensor under its full name, in its stored type or in `dtype`, on the source's device."""
