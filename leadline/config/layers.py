@@ -39,9 +39,8 @@ class LayerSpec:
 class LayerPlan:
     layers: tuple[LayerSpec, ...]
     kv_sources: tuple[int, ...]  # ascending
-    split_layer: (
-        int  # last layer that owns compressed rows, -1 if none: layers after it need not see every prompt token
-    )
+    # Last layer that owns compressed rows, -1 if none: layers after it need not see every prompt token.
+    split_layer: int
 
 
 def plan_layers(config: ModelConfig) -> LayerPlan:
