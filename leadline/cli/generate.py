@@ -137,13 +137,7 @@ def _line(statistics: dict[str, Any]) -> str:
 
 
 def _answer(llm: LLM, answer: CompletionOutput) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "index": answer.index,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
+    entry = {name: getattr(answer, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
     if answer.logprobs is not None:
         entry["logprobs"] = [
             [
