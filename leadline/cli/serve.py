@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cli import options
@@ -84,7 +83,7 @@ def serve(
     """Serve the model over HTTP. The log goes to stderr, one line a request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not model:
-        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim", soft_wrap=True)
+        options.note(options.RANDOM_MODEL.format("MODEL"))
     settings = ServerSettings(
         names=tuple(served_model_name or [model or "leadline"]),
         api_key=api_key or None,

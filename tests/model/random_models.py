@@ -65,5 +65,5 @@ def model_of(shape: Shape) -> Model:
                 tensors[name][shape.loud_tokens :] = 0
     compressed_ids = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
     with torch.inference_mode():
-        source = WeightSource.from_tensors(config, tensors)
+        source = WeightSource(tensors, config, weights="dense")
         return Model(config, source, compressed_ids if shape.engram else None)
