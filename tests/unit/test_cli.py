@@ -252,8 +252,8 @@ def test_a_pipe_ends_at_its_first_bad_line(run, line, error):
     [
         (["--effort", "999"], "--effort: expected 1 to 100 or one of"),
         (["--effort", "much"], "--effort: expected 1 to 100 or one of"),
-        (["--effort", "50"], "--effort: expected none, as this model's vocabulary lacks"),
-        (["--thinking"], "--thinking: expected none, as this model's vocabulary lacks"),
+        (["--effort", "50"], "--effort: expected none: this model's vocabulary lacks"),
+        (["--thinking"], "--thinking: expected none: this model's vocabulary lacks"),
     ],
 )
 def test_chat_refuses_options_before_the_first_message(run, args, error):
