@@ -231,7 +231,8 @@ def test_what_may_be_called(tokenizer: Tokenizer, name: str, arguments: dict[str
 def test_a_parameter_comes_once(tokenizer: Tokenizer, name: str) -> None:
     """Where the schema names it; names that the request does not know cannot all be remembered."""
     once, twice = (
-        f'{OPEN}<{D} invoke name="{name}">{parameter("a", "x") * count}\n</{D} invoke>{CLOSE}' for count in (1, 2)
+        f'{OPEN}<{D} invoke name="{name}">{parameter("a", "x")}{parameter("b", [1]) * count}\n</{D} invoke>{CLOSE}'
+        for count in (1, 2)
     )
     grammar = Grammar.tool_calls(tokenizer, TOOLS)
     assert is_allowed(grammar, tokenizer, once)
