@@ -10,11 +10,13 @@ Before any figure is printed both forms must choose the same tokens with the sam
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -30,24 +32,22 @@ CONTEXTS = (512, 2048, 8192)
 PREFILL_CHUNK = 512
 
 
-def prefill(model: Model, cache: KVCache, sequence: Sequence, ids: torch.Tensor, mode: str = "halo") -> torch.Tensor:
+def prefill(model: Model, cache: KVCache, sequence: Sequence, ids: torch.Tensor) -> torch.Tensor:
     """Logits of the last position, [V]."""
     n = ids.shape[0]
     for start in range(0, n, PREFILL_CHUNK):
-        run = Run(sequence, ids[start : start + PREFILL_CHUNK], n - 1, n, mode)  # type: ignore[arg-type]
+        run = Run(sequence, ids[start : start + PREFILL_CHUNK], n - 1, n)
         logits = model.step([run], cache).logits[0]
     return logits[-1]
 
 
-def decode(model: Model, cache: KVCache, sequence: Sequence, first: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Greedy continuation; logits of every step."""
-    out, logits = [], first
+def decode(model: Model, cache: KVCache, sequence: Sequence, logits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Greedy continuation without an end; logits of every step."""
     prompt_length = sequence.length
-    for _ in range(count):
+    while True:
         token = logits.argmax().view(1)
         logits = model.step([Run(sequence, token, sequence.length, prompt_length)], cache).logits[0][-1]
-        out.append(logits)
-    return out
+        yield logits
 
 
 def timed(call: Callable[[], object], repeats: int) -> tuple[float, float, float]:
@@ -89,7 +89,7 @@ def main() -> None:
     cache = model.new_cache(max_tokens=1024)
     sequence = cache.open()
     logits = [prefill(model, cache, sequence, text[:300])]
-    logits += decode(model, cache, sequence, logits[0], 8)
+    logits += itertools.islice(decode(model, cache, sequence, logits[0]), 8)
     ids = text[:300]
     for step, cached in enumerate(logits):
         if not torch.equal(straight(model, ids), cached):
@@ -104,13 +104,9 @@ def main() -> None:
         seconds = time.perf_counter() - start
         table.add_row(f"prefill {context}", f"{seconds:.3f} s", "one run", f"{context / seconds:,.0f} tokens")
         result[f"prefill_{context}_tok_s"] = round(context / seconds, 1)
-        state = {"logits": last}
-
-        def one(cache: KVCache = cache, sequence: Sequence = sequence, state: dict[str, torch.Tensor] = state) -> None:
-            state["logits"] = decode(model, cache, sequence, state["logits"], 1)[0]
-
-        timed(one, 8)
-        p20, p50, p80 = timed(one, args.steps)
+        one_step = partial(next, decode(model, cache, sequence, last))
+        timed(one_step, 8)
+        p20, p50, p80 = timed(one_step, args.steps)
         table.add_row(
             f"decode at {context}", f"{p50 * 1e3:.1f} ms", f"{p20 * 1e3:.1f} - {p80 * 1e3:.1f}", f"{1 / p50:.1f} tokens"
         )

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from leadline.bench.workload import Range, Workload
+from leadline.cli.options import table
 from tests.support.load import settled, storm
 from tests.support.server_process import ServerProcess
 
@@ -92,12 +92,10 @@ def main() -> None:
             rounds = asyncio.run(soak(server, arguments.minutes, arguments.concurrency, progress))
 
     minutes = rounds[-1]["minute"]
-    table = Table(title=f"{minutes:.1f} minutes, {len(rounds)} rounds of {REQUESTS} requests", title_justify="left")
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for entry in rounds[:: max(1, len(rounds) // 20)]:
-        table.add_row(*(cell(heading, entry[key]) for heading, key in COLUMNS.items()))
-    Console(highlight=False, width=120).print(table)
+    some = rounds[:: max(1, len(rounds) // 20)]
+    rows = [{heading: cell(heading, entry[key]) for heading, key in COLUMNS.items()} for entry in some]
+    title = f"{minutes:.1f} minutes, {len(rounds)} rounds of {REQUESTS} requests"
+    Console(highlight=False, width=120).print(table(title, rows, right=COLUMNS))
 
     totals = {key: sum(entry[key] for entry in rounds) for key in ("completed", "cancelled", "failed", "held")}
     memory = [entry["memory_mib"] for entry in rounds]

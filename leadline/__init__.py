@@ -1,25 +1,25 @@
-"""DeepSeek V4.1 inference. Public names load on first use, so that `import leadline` needs neither torch nor time."""
+"""DeepSeek V4.1 inference. `LLM` loads on first use, so that `import leadline` needs neither torch nor time."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from leadline.config.sampling import SamplingParams
+from leadline.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ImageError,
+    LeadlineError,
+    NumericsError,
+    OperatorError,
+    PromptError,
+    RequestError,
+    SamplingError,
+    VerificationError,
+)
+
 if TYPE_CHECKING:
-    from leadline.config.sampling import SamplingParams
-    from leadline.errors import (
-        CapacityError,
-        CheckpointError,
-        ConfigError,
-        ImageError,
-        LeadlineError,
-        NumericsError,
-        OperatorError,
-        PromptError,
-        RequestError,
-        SamplingError,
-        VerificationError,
-    )
     from leadline.llm import LLM
 
 __version__ = "0.1.0"
@@ -39,10 +39,10 @@ __all__ = [
     "VerificationError",
 ]
 
-_MODULES = {"LLM": "leadline.llm", "SamplingParams": "leadline.config.sampling"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name != "LLM":
         raise AttributeError(f"module 'leadline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, "leadline.errors")), name)
+    from leadline.llm import LLM
+
+    return LLM

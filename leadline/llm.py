@@ -23,7 +23,7 @@ from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
 from leadline.errors import CheckpointError, ImageError, LeadlineError, PromptError, RequestError, SamplingError
 from leadline.model.step import Prefill
-from leadline.text.chat import ChatDelta, ChatPrompt, Effort, ImageSource, Messages, render_chat
+from leadline.text.chat import ChatDelta, ChatParser, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import content_ids, expand_images, load_image, prepare_image
 from leadline.text.tokenizer import Tokenizer
 
@@ -115,11 +115,11 @@ def resolve_model(model: str | Path | None) -> Path:
         raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "
                               "neither; check the path")  # fmt: skip
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(str(model), allow_patterns=["*.safetensors", "*.json"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (OSError, HFValidationError) as error:  # the hub's other errors are OSErrors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"model {str(model)!r}: no such folder, and the hub says: {reason}") from error
 
@@ -322,10 +322,8 @@ class LLM:
         """
         is_one = not _is_list(messages) or not messages or not _is_list(messages[0])
         conversations: Sequence[Any] = [messages] if is_one else messages
-        prompts = [self._render(conversation, thinking, effort, tools) for conversation in conversations]
-        requests = self._chat_requests(prompts, sampling_params)
-        outputs = _empty_outputs([prompt.text for prompt in prompts], requests)
-        with closing(self._run_chat(prompts, requests, progress)) as pieces:
+        outputs, pieces = self._start_chat(conversations, sampling_params, thinking, effort, tools, progress)
+        with closing(pieces):
             for piece in pieces:
                 outputs[piece.delta.request].outputs[piece.delta.sample].add(piece.delta, piece.parts)
         return outputs
@@ -341,8 +339,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> Generator[ChatPiece, None, None]:
         """As `chat` for one conversation, step by step. Close the iterator to cancel."""
-        prompt = self._render(messages, thinking, effort, tools)
-        return self._run_chat([prompt], self._chat_requests([prompt], sampling_params), progress)
+        return self._start_chat([messages], sampling_params, thinking, effort, tools, progress)[1]
 
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
         """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
@@ -390,37 +387,23 @@ class LLM:
                     digest.update(file.read(_HASHED_BLOCK))
         return digest.hexdigest()
 
-    def _run_chat(
-        self, prompts: list[ChatPrompt], requests: list[Request], progress: Progress | None
-    ) -> Generator[ChatPiece, None, None]:
-        deltas = self.run(requests, progress)  # refuses bad requests here, before the first piece is asked for
-        parsers = {
-            (i, sample): prompt.parser()
-            for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
-            for sample in range(request.params.n)
-        }
-
-        def pieces() -> Generator[ChatPiece, None, None]:
-            with closing(deltas):
-                for delta in deltas:
-                    parser = parsers[delta.request, delta.sample]
-                    parts = parser.feed(delta.text)
-                    yield ChatPiece(delta, parts if delta.finish_reason is None else [*parts, *parser.finish()])
-
-        return pieces()
-
-    def _render(self, messages: Any, thinking: Any, effort: Any, tools: Any) -> ChatPrompt:
-        if not _is_list(messages):
-            raise PromptError(f"messages: expected a list of messages, got {brief(messages)}")
+    def _start_chat(
+        self, conversations: Sequence[Any], params: Params, thinking: Any, effort: Any, tools: Any, progress: Any
+    ) -> tuple[list[RequestOutput], Generator[ChatPiece, None, None]]:
+        """The answers, still empty, and what is to be added to them. Bad requests are refused here."""
         if not isinstance(thinking, bool | None):
             raise PromptError(f"thinking: expected True, False or None, got {brief(thinking)}")
         if tools is not None and not _is_list(tools):
             raise PromptError(f"tools: expected a list of function tools, got {brief(tools)}")
-        return render_chat(self.tokenizer, messages, thinking=thinking, effort=effort, tools=tools)
-
-    def _chat_requests(self, prompts: list[ChatPrompt], params: Params) -> list[Request]:
+        prompts = []
+        for messages in conversations:
+            if not _is_list(messages):
+                raise PromptError(f"messages: expected a list of messages, got {brief(messages)}")
+            prompts.append(render_chat(self.tokenizer, messages, thinking=thinking, effort=effort, tools=tools))
         listed = _params(params, len(prompts))
-        return [self._request(p.token_ids, p.images, entry) for p, entry in zip(prompts, listed, strict=True)]
+        requests = [self._request(p.token_ids, p.images, entry) for p, entry in zip(prompts, listed, strict=True)]
+        outputs = _empty_outputs([prompt.text for prompt in prompts], requests)
+        return outputs, _chat_pieces(prompts, self.run(requests, progress))
 
     def _request(self, token_ids: list[int], images: Sequence[ImageSource], params: SamplingParams) -> Request:
         if not images and self.config.image_token_id not in token_ids:
@@ -444,6 +427,19 @@ class LLM:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_bos=True) if isinstance(prompt, str) else list(prompt)
+
+
+def _chat_pieces(prompts: list[ChatPrompt], deltas: Generator[Delta, None, None]) -> Generator[ChatPiece, None, None]:
+    parsers: dict[tuple[int, int], ChatParser] = {}
+    with closing(deltas):
+        for delta in deltas:
+            answer = delta.request, delta.sample
+            if answer not in parsers:
+                parsers[answer] = prompts[delta.request].parser()
+            parts = parsers[answer].feed(delta.text)
+            if delta.finish_reason is not None:
+                parts += parsers[answer].finish()
+            yield ChatPiece(delta, parts)
 
 
 def _is_list(value: object) -> bool:

@@ -21,7 +21,6 @@ from leadline.bench.workload import Session, Turn, Workload, draw, sample_text
 from leadline.errors import ServerError
 
 _PATH = "/v1/completions"
-_QUANTILES = (90, 99)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -220,7 +219,7 @@ def summary(benchmark: Benchmark) -> dict[str, Any]:
     ):
         for kind, statistic in (("mean", np.mean), ("median", np.median), ("std", np.std)):
             figures[f"{kind}_{name}_ms"] = _milliseconds(statistic, values)
-        for share in _QUANTILES:
+        for share in (90, 99):
             figures[f"p{share}_{name}_ms"] = _milliseconds(np.percentile, values, share)
     for name, some in (("short", by_length[:half]), ("long", by_length[half:])):
         figures[f"p90_ttft_{name}_ms"] = _milliseconds(np.percentile, [outcome.ttft for outcome in some], 90)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 from typing import Annotated, NamedTuple
 
 import typer
@@ -128,8 +129,7 @@ def draw(workload: Workload, token_ids: Sequence[int]) -> list[Session]:
     return sessions
 
 
-def sample_text(seed: int = 0, words: int = 2000) -> str:
+def sample_text() -> str:
     """Text of random words, for its token ids: plain ones alone, without control or image tokens."""
-    random_ = random.Random(seed)
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    return " ".join("".join(random_.choices(letters, k=random_.randint(1, 7))) for _ in range(words))
+    random_ = random.Random(0)
+    return " ".join("".join(random_.choices(ascii_lowercase, k=random_.randint(1, 7))) for _ in range(2000))

@@ -14,11 +14,9 @@ from leadline.checkpoint.source import match_tensors
 from leadline.config.model import ModelConfig
 from leadline.errors import CheckpointError
 
-SHARD_BYTES = 5_000_000_000
-
 
 def save_checkpoint(
-    folder: str | Path, config: ModelConfig, tensors: dict[str, torch.Tensor], max_shard_bytes: int = SHARD_BYTES
+    folder: str | Path, config: ModelConfig, tensors: dict[str, torch.Tensor], max_shard_bytes: int = 5_000_000_000
 ) -> None:
     """Writes `config.json` and the tensors: one `model.safetensors`, or numbered shards and their index.
 

@@ -143,6 +143,9 @@ class MemoryShard:
         """Nothing to advise."""
 
 
+AnyShard = Shard | MemoryShard
+
+
 def open_shards(path: Path) -> list[Shard]:
     """Maps the files of a checkpoint: one file, or a folder with an index or with a single `model.safetensors`.
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from leadline.checkpoint.schema import TensorSpec, expected_tensors, released_name
-from leadline.checkpoint.shard import MemoryShard, Shard, open_shards
+from leadline.checkpoint.shard import AnyShard, MemoryShard, open_shards
 from leadline.checkpoint.table import EngramTable
 from leadline.config.model import ModelConfig
 from leadline.errors import CheckpointError
@@ -30,18 +30,29 @@ _COPIED_BYTES = 1 << 20  # below this a view of the file saves nothing: pages ho
 
 
 class WeightSource:
-    """The tensors of one checkpoint under their released names; take each once, then `finish`."""
+    """The tensors of one checkpoint under their released names; take each once, then `finish`.
+
+    checkpoint: a folder or file, which is mapped; or tensors in memory, in the published layout, of which nothing is
+        copied that needs no conversion. All are compared with `config`, and no weight is read yet.
+    weights: "dense" keeps dequantised bf16 weights, "packed" the stored bytes (on CPU as views of the file), "auto"
+        dense if that takes at most half of the memory now available. Values are equal either way.
+    Raises: CheckpointError naming file and tensor, see `open_shards` and `Shard`; and for tensors that are missing,
+        unknown, given twice under an older and the released name, or of another dtype or shape.
+    """
 
     def __init__(
         self,
+        checkpoint: str | Path | dict[str, torch.Tensor],
         config: ModelConfig,
-        shards: Iterable[Shard | MemoryShard],
         device: str | torch.device = "cpu",
         weights: WeightsChoice = "auto",
         progress: Progress | None = None,
     ) -> None:
         self._expected = expected_tensors(config)
-        self._found = match_tensors(self._expected, shards)
+        if isinstance(checkpoint, dict):
+            self._found = match_tensors(self._expected, [MemoryShard(checkpoint)])
+        else:
+            self._found = match_tensors(self._expected, open_shards(Path(checkpoint)))
         self._left = set(self._expected)
         self._device = torch.device(device)
         self._progress = progress
@@ -51,36 +62,6 @@ class WeightSource:
             raise CheckpointError(f"weights: expected auto, dense or packed, got {weights!r}")
         fits = dense_bytes(config) <= available_bytes(self._device) // 2
         self.is_dense = weights == "dense" or (weights == "auto" and fits)
-
-    @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        config: ModelConfig,
-        device: str | torch.device = "cpu",
-        weights: WeightsChoice = "auto",
-        progress: Progress | None = None,
-    ) -> WeightSource:
-        """Maps a checkpoint folder or file and compares it with `config`. No weight is read yet.
-
-        `weights`: "dense" keeps dequantised bf16 weights, "packed" the stored bytes (on CPU as views of the file),
-        "auto" dense if that takes at most half of the memory now available. Values are equal either way.
-
-        Raises: CheckpointError naming file and tensor, see `open_shards` and `Shard`; and for tensors that are missing,
-        unknown, given twice under an older and the released name, or of another dtype or shape.
-        """
-        return cls(config, open_shards(Path(path)), device, weights, progress)
-
-    @classmethod
-    def from_tensors(
-        cls,
-        config: ModelConfig,
-        tensors: dict[str, torch.Tensor],
-        device: str | torch.device = "cpu",
-        weights: WeightsChoice = "dense",
-    ) -> WeightSource:
-        """The same for tensors in memory, in the published layout. Nothing is copied that needs no conversion."""
-        return cls(config, [MemoryShard(tensors)], device, weights)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Takes an unquantised tensor under its full name, in its stored type or in `dtype`, on the source's device."""
@@ -194,11 +175,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 
-def match_tensors(
-    expected: dict[str, TensorSpec], shards: Iterable[Shard | MemoryShard]
-) -> dict[str, tuple[Shard | MemoryShard, str]]:
+def match_tensors(expected: dict[str, TensorSpec], shards: Iterable[AnyShard]) -> dict[str, tuple[AnyShard, str]]:
     """Where each expected tensor is: its shard and its name there."""
-    found: dict[str, tuple[Shard | MemoryShard, str]] = {}
+    found: dict[str, tuple[AnyShard, str]] = {}
     for shard in shards:
         for key, spec in shard.specs.items():
             name = released_name(key)
@@ -222,7 +201,7 @@ def match_tensors(
     return found
 
 
-def _refuse_nan_scales(shard: Shard | MemoryShard, key: str, name: str) -> None:
+def _refuse_nan_scales(shard: AnyShard, key: str, name: str) -> None:
     codes = shard.view(key).view(torch.uint8)
     rows = max(1, _SCAN_BYTES // codes.shape[1])
     for start in range(0, codes.shape[0], rows):

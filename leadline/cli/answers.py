@@ -1,4 +1,9 @@
-"""Where the answers of `leadline chat` come from: a model in this process, or a server."""
+"""Where the answers of `leadline chat` come from: a model in this process, or a server.
+
+Both have one method, `answer(messages, progress)`: the answer piece by piece; closing the iterator cancels it. Messages
+are those of `text.chat.render_chat`, with images as {"type": "image", "image": <path>}. It raises LeadlineError if the
+request is refused or the answer breaks off.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -36,18 +41,6 @@ class AnswerPiece:
     num_tokens: int = 0
     finish_reason: str | None = None
     error: LeadlineError | None = None
-
-
-class AnswerSource(Protocol):
-    """Answers conversations."""
-
-    def answer(self, messages: list[Message], progress: Progress) -> Generator[AnswerPiece, None, None]:
-        """The answer to `messages`, piece by piece; closing the iterator cancels it.
-
-        messages: as in `text.chat.render_chat`, with images as {"type": "image", "image": <path>}.
-        Raises: LeadlineError if the request is refused or the answer breaks off.
-        """
-        ...
 
 
 class ModelAnswers:
@@ -125,13 +118,9 @@ class ServerAnswers:
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """The request fields for what differs from the defaults; `max_tokens` always, as servers differ in theirs."""
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens")
     defaults = SamplingParams(max_tokens=None)
-    return {
-        name: getattr(params, name)
-        for name in (*names, "max_tokens")
-        if getattr(params, name) != getattr(defaults, name)
-    }
+    return {name: value for name in names if (value := getattr(params, name)) != getattr(defaults, name)}
 
 
 def _with_image_urls(message: Message) -> Message:

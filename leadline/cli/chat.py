@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from leadline.cli.answers import AnswerSource, ModelAnswers, ServerAnswers
+from leadline.cli.answers import ModelAnswers, ServerAnswers
 from leadline.cli.options import (
     LONG_PROMPT,
     ApiKey,
@@ -26,6 +26,7 @@ from leadline.cli.options import (
     SamplingOptions,
     Url,
     for_terminal,
+    note,
     open_llm,
     progress_bar,
 )
@@ -62,12 +63,12 @@ def chat(
     params = sampling.params(max_tokens)
     strength = int(effort) if effort is not None and effort.isdecimal() else effort
     effort_number(strength, thinking=True)  # type: ignore[arg-type]  # refused now rather than with the first message
-    source: AnswerSource
+    source: ModelAnswers | ServerAnswers
     if url:
         if model_options != ModelOptions():
             raise typer.BadParameter("--weights, --prefill, --speculate and --max-model-len are the server's to choose")
         source = ServerAnswers(url, params, api_key=api_key, model=model, thinking=thinking, effort=strength)
-        Console(stderr=True).print(f"{source.model} at {url}", style="dim", highlight=False, markup=False)
+        note(f"{source.model} at {url}")
     else:
         source = ModelAnswers(open_llm(model, model_options), params, thinking=thinking, effort=strength)
     if not _at_terminal() and isinstance(sys.stdin, io.TextIOWrapper):
@@ -76,7 +77,7 @@ def chat(
     if _at_terminal():
         with suppress(ImportError):
             importlib.import_module("readline")  # gives input() line editing and history
-        Console(stderr=True).print(_HELP, style="dim", highlight=False)
+        note(_HELP)
     while True:
         try:
             line = _read_line()
@@ -87,14 +88,13 @@ def chat(
             except LeadlineError as error:  # of this message: the conversation goes on without it
                 if not _at_terminal():
                     raise  # a script must see it, and later lines may lean on this one
-                text = f"error: {error}"
-                Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+                note(f"error: {error}", style="red")
         except KeyboardInterrupt:  # at the prompt, or just before or behind an answer: drops the line, never the chat
             typer.echo(err=True)
 
 
 class _Conversation:
-    def __init__(self, source: AnswerSource, system: str | None) -> None:
+    def __init__(self, source: ModelAnswers | ServerAnswers, system: str | None) -> None:
         self._source = source
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -124,7 +124,7 @@ class _Conversation:
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         messages = [*self._messages, {"role": "user", "content": content}]
         said = reasoned = ""
-        num_tokens, note = 0, ""
+        num_tokens, how = 0, ""
         start = time.perf_counter()
         try:
             with (
@@ -139,16 +139,15 @@ class _Conversation:
                     self._show(piece.content, "")
                     if piece.error is not None:
                         raise piece.error
-                    note = ", cut at --max-tokens or the context" if piece.finish_reason == "length" else ""
+                    how = ", cut at --max-tokens or the context" if piece.finish_reason == "length" else ""
         except KeyboardInterrupt:
-            note = ", stopped"
+            how = ", stopped"
         finally:
             self._console.print()
         self._images = []
         self._messages = [*messages, {"role": "assistant", "content": said, "reasoning_content": reasoned}]
         made = f"{num_tokens} tokens in " if num_tokens else ""  # a server does not count an answer that was stopped
-        summary = f"{made}{time.perf_counter() - start:.1f} s{note}"
-        Console(stderr=True).print(summary, style="dim", highlight=False)
+        note(f"{made}{time.perf_counter() - start:.1f} s{how}")
 
     def _show(self, text: str, style: str) -> None:
         if text:

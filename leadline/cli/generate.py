@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from leadline.cli.options import (
     DEFAULTS,
@@ -19,6 +18,7 @@ from leadline.cli.options import (
     ModelOptions,
     SamplingOptions,
     for_terminal,
+    note,
     open_llm,
     progress_bar,
 )
@@ -89,10 +89,10 @@ def generate(
     elif not is_streaming:
         for answer in answers:
             typer.echo(f"--- answer {answer.index + 1}\n{for_terminal(answer.text)}")
-    Console(stderr=True).print(_line(statistics), style="dim", highlight=False)
-    failed = next((answer.error for answer in answers if answer.error is not None), None)
-    if failed is not None:
-        raise failed
+    note(_line(statistics))
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
 
 
 def _read(prompt: str | None, file: Path | None) -> str:
@@ -137,13 +137,7 @@ def _line(statistics: dict[str, Any]) -> str:
 
 
 def _answer(llm: LLM, answer: CompletionOutput) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "index": answer.index,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
+    entry = {name: getattr(answer, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
     if answer.logprobs is not None:
         entry["logprobs"] = [
             [

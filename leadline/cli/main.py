@@ -7,11 +7,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from leadline import __version__
-from leadline.cli.options import flat
+from leadline.cli.options import flat, note
 from leadline.errors import LeadlineError
 
 _COMMANDS = {
@@ -79,6 +78,5 @@ def main() -> None:
         where = getattr(error, "ctx", None)
         hint = f"; see `{where.command_path} --help`" if where is not None else ""
         message, status = f"{error.format_message().rstrip('.')}{hint}", error.exit_code
-    line = " ".join(message.split("\n"))
-    Console(stderr=True).print(f"error: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
+    note("error: " + message.replace("\n", " "), style="red")
     sys.exit(status)

@@ -110,12 +110,17 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def note(text: str, style: str = "dim") -> None:
+    """A line on stderr, as it is."""
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def open_llm(model: str, options: ModelOptions) -> LLM:
     """Load the model with a progress bar on stderr. The default model is announced as what it is."""
     from leadline.llm import LLM  # here: commands that talk to a server start without torch
 
     if not model:
-        Console(stderr=True).print(RANDOM_MODEL.format("--model"), style="dim", soft_wrap=True)
+        note(RANDOM_MODEL.format("--model"))
     with progress_bar("loading", DownloadColumn()) as report:
         llm = LLM(model or None, **asdict(options), progress=report)
     choose_threads(llm)

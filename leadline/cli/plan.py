@@ -80,33 +80,20 @@ def _layer(spec: LayerSpec) -> dict[str, Any]:
     }
 
 
-def _elements(spec: TensorSpec) -> int:
-    return spec.num_elements * (2 if spec.dtype == "I8" else 1)
-
-
-def _part_of(name: str) -> str:
-    return next(part for part, pattern in _PARTS if re.search(pattern, name))
-
-
 def _checkpoint(tensors: dict[str, TensorSpec]) -> dict[str, Any]:
-    parameters: Counter[str] = Counter()
-    part_bytes: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
-    kind_bytes: Counter[str] = Counter()
+    parts: dict[str, Counter[str]] = {part: Counter() for part, _ in _PARTS}
+    kinds: dict[str, Counter[str]] = {kind: Counter() for kind in _KINDS.values()}
     for name, spec in tensors.items():
-        part, kind = _part_of(name), _KINDS[spec.dtype]
-        parameters[part] += 0 if spec.dtype == "F8_E8M0" else _elements(spec)
-        part_bytes[part] += spec.num_bytes
-        elements[kind] += _elements(spec)
-        kind_bytes[kind] += spec.num_bytes
-    parts = [part for part, _ in _PARTS if part in parameters]
-    kinds = [kind for kind in _KINDS.values() if kind in elements]
+        part = next(part for part, pattern in _PARTS if re.search(pattern, name))
+        elements = spec.num_elements * (2 if spec.dtype == "I8" else 1)
+        parts[part].update(parameters=0 if spec.dtype == "F8_E8M0" else elements, bytes=spec.num_bytes)
+        kinds[_KINDS[spec.dtype]].update(elements=elements, bytes=spec.num_bytes)
     return {
         "tensors": len(tensors),
-        "bytes": part_bytes.total(),
-        "parameters": parameters.total(),
-        "parts": [{"part": part, "parameters": parameters[part], "bytes": part_bytes[part]} for part in parts],
-        "kinds": [{"kind": kind, "elements": elements[kind], "bytes": kind_bytes[kind]} for kind in kinds],
+        "bytes": sum(sizes["bytes"] for sizes in parts.values()),
+        "parameters": sum(sizes["parameters"] for sizes in parts.values()),
+        "parts": [{"part": part, **sizes} for part, sizes in parts.items() if sizes],
+        "kinds": [{"kind": kind, **sizes} for kind, sizes in kinds.items() if sizes],
     }
 
 
@@ -193,10 +180,8 @@ def _tables(report: dict[str, Any]) -> Iterator[Table]:
     title = f"Checkpoint: {checkpoint['tensors']:,} tensors, {_size(checkpoint['bytes'])}"
     everything = {"part": "all", "parameters": checkpoint["parameters"], "bytes": checkpoint["bytes"]}
     yield table(title, checkpoint["parts"], [everything])
-    yield table(
-        "Number formats",
-        [{"format" if key == "kind" else key: cell for key, cell in row.items()} for row in checkpoint["kinds"]],
-    )
+    formats = [{"format": k["kind"], "elements": k["elements"], "bytes": k["bytes"]} for k in checkpoint["kinds"]]
+    yield table("Number formats", formats)
     title = f"Cache: {cache['bytes_per_token']:,} B per token, {_size(cache['bytes_per_sequence'])} per sequence"
     owners = [(f"layer {source['layer']}", source["bytes_per_token"], "") for source in cache["sources"]]
     owners += [(name.replace("_", " "), "", size) for name, size in cache["sequence_state"].items()]

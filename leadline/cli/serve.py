@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cli import options
@@ -83,7 +83,7 @@ def serve(
     """Serve the model over HTTP. The log goes to stderr, one line a request."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not model:
-        Console(stderr=True).print(options.RANDOM_MODEL.format("MODEL"), style="dim", soft_wrap=True)
+        options.note(options.RANDOM_MODEL.format("MODEL"))
     settings = ServerSettings(
         names=tuple(served_model_name or [model or "leadline"]),
         api_key=api_key or None,
@@ -111,6 +111,9 @@ def serve(
         if cache_file is not None and cache_file.exists():
             llm.load_prefixes(cache_file)
         loaded.append(llm)
+        # What is there now stays until the end: the collector of cycles need not go through it, 40 ms each time.
+        gc.collect()
+        gc.freeze()
         return served_model(llm)
 
     run(Service(settings, load), host, port)

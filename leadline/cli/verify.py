@@ -29,20 +29,19 @@ def verify(
     """Check this machine's results against a recording."""
     folder = resolve_model(model or None)
     path = Path(recording) if recording else folder / RECORDING
-    has_recording = bool(recording) or path.exists()
-    recorded = read_recording(path) if has_recording else None
+    recorded = read_recording(path) if recording or path.exists() else None
     parts = check_formats()
     loaded = Model.load(folder)
     parts += check_decode(loaded)
     if recorded is not None:
         parts += check_recording(loaded, recorded)
     if json:
-        document = {"recording": str(path) if has_recording else None, "parts": [_plain(part) for part in parts]}
+        document = {"recording": None if recorded is None else str(path), "parts": [_plain(part) for part in parts]}
         typer.echo(json_format.dumps(document, indent=2))
     else:
         console = Console()
         console.print(_table(parts))
-        if not has_recording:
+        if recorded is None:
             console.print(
                 f"no recording: {path} does not exist, so only formats and the model against itself were checked; "
                 "name one with --recording",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from leadline.errors import LeadlineError, RequestError
 
@@ -26,7 +27,7 @@ def check_number(
     error: type[LeadlineError] = RequestError,
 ) -> None:
     """Raises `error` unless `value` is a finite int or float from `least` to `most`, other than `excluded`."""
-    is_number = isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+    is_number = isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
     if not is_number or not least <= value <= most or value == excluded:  # type: ignore[operator]
         low = f"above {least:g}" if least == excluded else f"of at least {least:g}"
         raise error(

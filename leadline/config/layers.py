@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -38,9 +39,8 @@ class LayerSpec:
 class LayerPlan:
     layers: tuple[LayerSpec, ...]
     kv_sources: tuple[int, ...]  # ascending
-    split_layer: (
-        int  # last layer that owns compressed rows, -1 if none: layers after it need not see every prompt token
-    )
+    # Last layer that owns compressed rows, -1 if none: layers after it need not see every prompt token.
+    split_layer: int
 
 
 def plan_layers(config: ModelConfig) -> LayerPlan:
@@ -59,7 +59,13 @@ def plan_layers(config: ModelConfig) -> LayerPlan:
     num_layers = config.num_hidden_layers
     ratios = config.compress_ratios
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
-        _check_layer_list(name, getattr(config, name), num_layers)
+        for previous, layer in itertools.pairwise((-1, *getattr(config, name))):
+            if layer >= num_layers:
+                raise ConfigError(f"{name}: layer {layer}: expected a layer below num_hidden_layers {num_layers}")
+            if layer <= previous:
+                raise ConfigError(
+                    f"{name}: layer {layer} after layer {previous}: expected ascending layers without repeats"
+                )
     for layer, ratio in enumerate(ratios):
         if ratio not in (0, 1, 2):
             raise ConfigError(f"compress_ratios: layer {layer}: expected 0, 1 or 2, got {ratio}")
@@ -127,15 +133,3 @@ def plan_layers(config: ModelConfig) -> LayerPlan:
         )
     sources = config.kv_source_layer_ids
     return LayerPlan(layers=tuple(layers), kv_sources=sources, split_layer=sources[-1] if sources else -1)
-
-
-def _check_layer_list(name: str, layer_ids: tuple[int, ...], num_layers: int) -> None:
-    previous = -1
-    for layer in layer_ids:
-        if layer >= num_layers:
-            raise ConfigError(f"{name}: layer {layer}: expected a layer below num_hidden_layers {num_layers}")
-        if layer <= previous:
-            raise ConfigError(
-                f"{name}: layer {layer} after layer {previous}: expected ascending layers without repeats"
-            )
-        previous = layer

@@ -1,10 +1,10 @@
 """Facts of a checkpoint, as its configuration file states them (architecture.md section 1).
 
-Two spellings are published: the nested `config.json` and the flat `inference/config.json`. Field names are those of the
-nested file. The tables of `keys.py` hold both names of every key and what it may hold; reading and writing go through
-them, so that a file read and written again is the same file. A key that is unknown, missing, of the wrong type or at
-odds with another one is an error: the defaults of the published code describe a toy model and must never be fallen back
-to. Values never change after reading.
+Two spellings are published: the nested `config.json` and the flat `inference/config.json`. Fields are named as in the
+nested file and annotated with their name in the flat one and what they may hold (`keys.py`). Reading and writing go
+through that, so that a file read and written again is the same file. A key that is unknown, missing, of the wrong type
+or at odds with another one is an error: the defaults of the published code describe a toy model and must never be
+fallen back to. Values never change after reading.
 """
 
 from __future__ import annotations
@@ -13,21 +13,26 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from leadline.config.keys import (
-    QUANTIZATION,
-    ROPE,
-    TEXT,
-    TOP,
-    VISION,
+    BOOL,
+    INTEGERS,
+    OBJECT,
+    POSITIVE,
+    POSITIVE_OR_NULL,
+    STRING,
+    TOKEN,
+    WIDTH,
     Key,
-    an_object,
+    Keys,
+    fixed,
+    integer,
+    keys_of,
     refuse_unknown,
     show,
     take,
     write,
-    written,
 )
 from leadline.config.layers import plan_layers
 from leadline.errors import ConfigError
@@ -35,91 +40,124 @@ from leadline.errors import ConfigError
 Spelling = Literal["nested", "flat"]
 
 
+class Quantization:
+    """`quantization_config`."""
+
+    quant_method: ClassVar = fixed("fp8", flat="dtype")
+    activation_scheme: ClassVar = fixed("dynamic")
+    weight_block_size: ClassVar = fixed([32, 32])
+    scale_fmt: ClassVar = fixed("ue8m0")
+    expert_dtype: ClassVar = fixed("fp4", flat="expert_dtype")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnConfig:
     """`rope_scaling`: YaRN for the layers with compressed rows."""
 
-    factor: float
-    beta_fast: float
-    beta_slow: float
-    original_max_position_embeddings: int
+    rope_type: ClassVar = fixed("yarn")
+    factor: Annotated[float, Key("rope_factor", POSITIVE)]
+    beta_fast: Annotated[float, Key("beta_fast", POSITIVE)]
+    beta_slow: Annotated[float, Key("beta_slow", POSITIVE)]
+    original_max_position_embeddings: Annotated[int, Key("original_seq_len", integer())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """`vision_config`: the image tower and the limits of the resize plan (pixels, tokens)."""
 
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    intermediate_size: int
-    patch_size: int
-    rope_theta: float
-    downsample_ratio: int
-    max_image_tokens: int
-    min_pixels: int
-    max_wh_ratio: float | None
+    model_type: ClassVar = fixed("deepseek_v41_vision")
+    num_hidden_layers: Annotated[int, Key("vision_n_layers", integer(1, 1024))]
+    hidden_size: Annotated[int, Key("vision_dim", WIDTH)]
+    num_attention_heads: Annotated[int, Key("vision_n_heads", integer())]
+    intermediate_size: Annotated[int, Key("vision_inter_dim", WIDTH)]
+    patch_size: Annotated[int, Key("vision_patch_size", integer())]
+    rope_theta: Annotated[float, Key("vision_rope_theta", POSITIVE)]
+    downsample_ratio: Annotated[int, Key("vision_downsample_ratio", integer())]
+    max_image_tokens: Annotated[int, Key("vision_max_n_token", integer(4))]  # start, one image token, its newline, end
+    min_pixels: Annotated[int, Key("vision_min_pixels", integer(0))]
+    max_wh_ratio: Annotated[float | None, Key("vision_max_wh_ratio", POSITIVE_OR_NULL)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """One DeepSeek V4.1 model. Absent features hold 0, -1 or an empty tuple, as the file does."""
+class TopConfig:
+    """The keys beside the sections."""
 
-    vocab_size: int
-    hidden_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    qk_rope_head_dim: int
-    q_lora_rank: int
-    o_lora_rank: int
-    o_groups: int
-    swiglu_limit: float
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: YarnConfig
-    compress_rope_theta: float
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-    sliding_window: int
-    compress_ratios: tuple[int, ...]
-    kv_source_layer_ids: tuple[int, ...]
-    index_source_layer_ids: tuple[int, ...]
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-    candidate_source_layer_id: int
-    candidate_topk_blocks: int
-    candidate_block_size: int
-    hc_mult: int
-    hc_sinkhorn_iters: int
-    hc_eps: float
-    engram_layer_ids: tuple[int, ...]
-    engram_num_embeddings: tuple[int, ...]
-    engram_max_ngram_size: int
-    engram_vocab_size: int
-    engram_n_heads: int
-    engram_head_dim: int
-    engram_pad_token_id: int
-    engram_compressed_vocab_size: int
-    num_nextn_predict_layers: int
-    dspark_block_size: int
-    dspark_noise_token_id: int
-    dspark_markov_rank: int
-    dspark_target_layer_ids: tuple[int, ...]
-    dspark_n_routed_experts: int
-    dspark_num_experts_per_tok: int
-    bos_token_id: int
-    eos_token_id: int
-    pad_token_id: int
-    image_token_id: int
+    architectures: ClassVar = fixed(["DeepseekV41ForCausalLM"])
+    model_type: ClassVar = fixed("deepseek_v41")
+    dtype: ClassVar = fixed("bfloat16")
+    transformers_version: Annotated[str | None, Key(None, STRING, is_optional=True)] = None
+    bos_token_id: Annotated[int, Key(None, TOKEN, 0)]
+    eos_token_id: Annotated[int, Key(None, TOKEN, 1)]
+    pad_token_id: Annotated[int, Key(None, TOKEN, 2)]
+    image_token_id: Annotated[int, Key("image_token_id", TOKEN)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(TopConfig):
+    """One DeepSeek V4.1 model: `text_config` and all else. Absent features hold 0, -1 or an empty tuple, as the file
+    does."""
+
+    model_type: ClassVar = fixed("deepseek_v41_text")
+    vocab_size: Annotated[int, Key("vocab_size", integer())]
+    hidden_size: Annotated[int, Key("dim", WIDTH)]
+    moe_intermediate_size: Annotated[int, Key("moe_inter_dim", WIDTH)]
+    num_hidden_layers: Annotated[int, Key("n_layers", integer(1, 1024))]
+    num_attention_heads: Annotated[int, Key("n_heads", integer())]
+    num_key_value_heads: ClassVar = fixed(1)
+    head_dim: Annotated[int, Key("head_dim", WIDTH)]
+    qk_rope_head_dim: Annotated[int, Key("rope_head_dim", integer(2, multiple=2))]
+    q_lora_rank: Annotated[int, Key("q_lora_rank", WIDTH)]
+    o_lora_rank: Annotated[int, Key("o_lora_rank", WIDTH)]
+    o_groups: Annotated[int, Key("o_groups", integer())]
+    hidden_act: ClassVar = fixed("silu")
+    swiglu_limit: Annotated[float, Key("swiglu_limit", POSITIVE)]
+    rms_norm_eps: Annotated[float, Key("norm_eps", POSITIVE)]
+    attention_bias: ClassVar = fixed(False)
+    attention_dropout: ClassVar = fixed(0.0)
+    # Training and library settings without effect here: any value of the type is accepted and none is kept.
+    initializer_range: ClassVar = Key(None, POSITIVE, 0.02, is_field=False)
+    use_cache: ClassVar = Key(None, BOOL, True, is_field=False)
+    tie_word_embeddings: ClassVar = fixed(False)
+    max_position_embeddings: Annotated[int, Key(None, integer(), 1048576)]
+    rope_theta: Annotated[float, Key("rope_theta", POSITIVE)]
+    rope_scaling: Annotated[YarnConfig, Key(None, OBJECT)]
+    compress_rope_theta: Annotated[float, Key("compress_rope_theta", POSITIVE)]
+    n_routed_experts: Annotated[int, Key("n_routed_experts", integer(1, 65536))]
+    n_shared_experts: Annotated[int, Key("n_shared_experts", integer(1, 1))]
+    num_experts_per_tok: Annotated[int, Key("n_activated_experts", integer())]
+    scoring_func: ClassVar = fixed("sqrtsoftplus", flat="score_func")
+    topk_method: ClassVar = fixed("noaux_tc")
+    norm_topk_prob: Annotated[bool, Key(None, BOOL, True)]
+    routed_scaling_factor: Annotated[float, Key("route_scale", POSITIVE)]
+    sliding_window: Annotated[int, Key("window_size", integer())]
+    compress_ratios: Annotated[tuple[int, ...], Key("compress_ratios", INTEGERS)]
+    kv_source_layer_ids: Annotated[tuple[int, ...], Key("kv_source_layers", INTEGERS)]
+    index_source_layer_ids: Annotated[tuple[int, ...], Key("index_source_layers", INTEGERS)]
+    index_n_heads: Annotated[int, Key("index_n_heads", integer(0))]
+    index_head_dim: Annotated[int, Key("index_head_dim", integer(0, multiple=32))]
+    index_topk: Annotated[int, Key("index_topk", integer(0))]
+    candidate_source_layer_id: Annotated[int, Key("candidate_source_layer", integer(-1))]
+    candidate_topk_blocks: Annotated[int, Key("candidate_topk_blocks", integer(0))]
+    candidate_block_size: Annotated[int, Key("candidate_block_size", integer(0))]
+    hc_mult: Annotated[int, Key("hc_mult", integer(1, 64))]
+    hc_sinkhorn_iters: Annotated[int, Key("hc_sinkhorn_iters", integer(1, 1000))]
+    hc_eps: Annotated[float, Key("hc_eps", POSITIVE)]
+    engram_layer_ids: Annotated[tuple[int, ...], Key("engram_layer_ids", INTEGERS)]
+    engram_num_embeddings: Annotated[tuple[int, ...], Key("engram_num_embeddings", INTEGERS)]
+    engram_max_ngram_size: Annotated[int, Key("engram_max_ngram_size", integer(0, 64))]
+    engram_vocab_size: Annotated[int, Key("engram_vocab_size", integer(0))]
+    engram_n_heads: Annotated[int, Key("engram_n_heads", integer(0, 1024))]
+    engram_head_dim: Annotated[int, Key("engram_head_dim", integer(0, multiple=32))]
+    engram_pad_token_id: Annotated[int, Key("engram_pad_id", TOKEN)]
+    engram_compressed_vocab_size: Annotated[int, Key("engram_compressed_vocab_size", integer(0))]
+    num_nextn_predict_layers: Annotated[int, Key("n_mtp_layers", integer(0, 64))]
+    dspark_block_size: Annotated[int, Key("dspark_block_size", integer(0, 1024))]
+    dspark_noise_token_id: Annotated[int, Key("dspark_noise_token_id", TOKEN)]
+    dspark_markov_rank: Annotated[int, Key("dspark_markov_rank", integer(0))]
+    dspark_target_layer_ids: Annotated[tuple[int, ...], Key("dspark_target_layer_ids", INTEGERS)]
+    dspark_n_routed_experts: Annotated[int, Key("dspark_n_routed_experts", integer(0, 65536))]
+    dspark_num_experts_per_tok: Annotated[int, Key("dspark_n_activated_experts", integer(0))]
     vision: VisionConfig | None
-    transformers_version: str | None = None  # who wrote the nested file; of no effect
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
@@ -146,18 +184,21 @@ class ModelConfig:
         """
         if spelling == "flat":
             return _write_flat(self)
-        rope = write(ROPE, self.rope_scaling)
-        text = {key.name: rope if key.name == "rope_scaling" else written(key, self) for key in TEXT}
-        top = {key.name: value for key in TOP if (value := written(key, self)) is not None}
-        nested = {**top, "quantization_config": write(QUANTIZATION, self), "text_config": text}
+        text = write(_TEXT, self) | {"rope_scaling": write(_ROPE, self.rope_scaling)}
+        top = {name: value for name, value in write(_TOP, self).items() if value is not None}
+        nested = {**top, "quantization_config": write(_QUANTIZATION, self), "text_config": text}
         if self.vision is not None:
-            nested["vision_config"] = write(VISION, self.vision)
+            nested["vision_config"] = write(_VISION, self.vision)
         return nested
 
     @property
     def engram_columns(self) -> int:
         """Rows looked up per token and Engram layer (A): orders 2 to the longest, times heads."""
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads if self.engram_layer_ids else 0
+
+
+_TOP, _QUANTIZATION, _TEXT = keys_of(TopConfig), keys_of(Quantization), keys_of(ModelConfig)
+_ROPE, _VISION = keys_of(YarnConfig), keys_of(VisionConfig)
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -195,41 +236,41 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _read_nested(data: Mapping[str, Any]) -> dict[str, Any]:
-    def section(keys: tuple[Key, ...], parent: Mapping[str, Any], name: str, where: str = "") -> dict[str, Any]:
-        (content,) = take([Key(name, None, an_object)], parent, where).values()
-        refuse_unknown(content, (key.name for key in keys), f"{where}{name}.")
+    def section(keys: Keys, parent: Mapping[str, Any], name: str, where: str = "") -> dict[str, Any]:
+        content = take({name: Key(None, OBJECT)}, parent, where)[name]
+        refuse_unknown(content, keys, f"{where}{name}.")
         return take(keys, content, f"{where}{name}.")
 
-    sections = ("quantization_config", "text_config", "vision_config")
-    refuse_unknown(data, (*(key.name for key in TOP), *sections))
-    fields = take(TOP, data)
-    section(QUANTIZATION, data, "quantization_config")
-    fields |= section(TEXT, data, "text_config")
-    fields["rope_scaling"] = YarnConfig(**section(ROPE, data["text_config"], "rope_scaling", "text_config."))
+    refuse_unknown(data, (*_TOP, "quantization_config", "text_config", "vision_config"))
+    fields = take(_TOP, data)
+    section(_QUANTIZATION, data, "quantization_config")
+    fields |= section(_TEXT, data, "text_config")
+    fields["rope_scaling"] = YarnConfig(**section(_ROPE, data["text_config"], "rope_scaling", "text_config."))
     has_vision = data.get("vision_config") is not None
-    fields["vision"] = VisionConfig(**section(VISION, data, "vision_config")) if has_vision else None
+    fields["vision"] = VisionConfig(**section(_VISION, data, "vision_config")) if has_vision else None
     return fields
 
 
 def _read_flat(data: Mapping[str, Any]) -> dict[str, Any]:
-    refuse_unknown(data, (key.flat for key in (*TOP, *QUANTIZATION, *TEXT, *ROPE, *VISION)))
-    fields = take(TOP, data, flat=True) | take(TEXT, data, flat=True)
-    take(QUANTIZATION, data, flat=True)
-    fields["rope_scaling"] = YarnConfig(**take(ROPE, data, flat=True))
-    has_vision = any(key.flat in data for key in VISION)
-    fields["vision"] = VisionConfig(**take(VISION, data, flat=True)) if has_vision else None
+    tables = (_TOP, _QUANTIZATION, _TEXT, _ROPE, _VISION)
+    refuse_unknown(data, (key.flat for keys in tables for key in keys.values()))
+    fields = take(_TOP, data, flat=True) | take(_TEXT, data, flat=True)
+    take(_QUANTIZATION, data, flat=True)
+    fields["rope_scaling"] = YarnConfig(**take(_ROPE, data, flat=True))
+    has_vision = any(key.flat in data for key in _VISION.values())
+    fields["vision"] = VisionConfig(**take(_VISION, data, flat=True)) if has_vision else None
     return fields
 
 
 def _write_flat(config: ModelConfig) -> dict[str, Any]:
     runtime = ("rope_scaling", "max_position_embeddings", "transformers_version")
-    for key in (*TOP, *TEXT):
-        value = written(key, config)
-        if key.flat is None and key.name not in runtime and value != key.published:
-            raise ConfigError(f"{key.name}: the flat file cannot carry {show(value)}; write the nested one")
-    flat = write(TEXT, config, flat=True) | write(ROPE, config.rope_scaling, flat=True)
-    flat |= write(TOP, config, flat=True) | write(QUANTIZATION, config, flat=True)
-    return flat if config.vision is None else flat | write(VISION, config.vision, flat=True)
+    for keys in (_TOP, _TEXT):
+        for name, value in write(keys, config).items():
+            if keys[name].flat is None and name not in runtime and value != keys[name].published:
+                raise ConfigError(f"{name}: the flat file cannot carry {show(value)}; write the nested one")
+    flat = write(_TEXT, config, flat=True) | write(_ROPE, config.rope_scaling, flat=True)
+    flat |= write(_TOP, config, flat=True) | write(_QUANTIZATION, config, flat=True)
+    return flat if config.vision is None else flat | write(_VISION, config.vision, flat=True)
 
 
 def _check(c: ModelConfig) -> None:

@@ -107,13 +107,13 @@ class Model:
     ) -> Model:
         """Read a checkpoint folder in the published layout.
 
-        Raises: ConfigError, CheckpointError: see `read_config`, `WeightSource.open`, `token_map`.
+        Raises: ConfigError, CheckpointError: see `read_config`, `WeightSource`, `token_map`.
         """
         folder = Path(folder)
         config = read_config(folder)
         mapping = token_map(Tokenizer.load(folder, config), config) if config.engram_layer_ids else None
         with torch.inference_mode():
-            return cls(config, WeightSource.open(folder, config, device, weights, progress), mapping)
+            return cls(config, WeightSource(folder, config, device, weights, progress), mapping)
 
     @property
     def has_draft(self) -> bool:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from leadline import __version__
-from leadline.errors import PromptError, RequestError
+from leadline.errors import RequestError
 from leadline.server import bodies, metrics
 from leadline.server.answers import Event
 from leadline.server.errors import ApiError, api_error, request_id_of, too_slow
@@ -40,6 +41,7 @@ MAX_DEPTH = 100  # of brackets in a body
 MAX_PARTS = 1_250_000  # commas, and four times the opening brackets, of a body: a million token ids have a million
 MAX_TOKENIZED = 1 << 20  # tokens of a text for /tokenize, which need not fit the context
 MAX_OBJECTS = 50_000  # of a body: one for 20 of a million tokens
+MAX_HEAD = 16 << 10  # bytes of path and headers
 _TOO_DEEP = f"expected brackets at most {MAX_DEPTH} deep"
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics", "/version")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -62,7 +64,8 @@ def create_app(service: Service) -> FastAPI:
         yield
         await service.stop(0.0)
 
-    app = FastAPI(title="leadline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="leadline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+                  redirect_slashes=False)  # fmt: skip
     app.state.service = service
     app.include_router(_routes(service))
     for kind in (RequestValidationError, HTTPException):  # the gate answers all others
@@ -121,6 +124,11 @@ def _flaw(value: Any, depth: int, objects: Iterator[int]) -> tuple[str, str] | N
     elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         return "", "expected an integer of at most 64 bits, got a larger one"
     return None
+
+
+def head_too_large() -> ApiError:
+    message = f"request: expected at most {MAX_HEAD} bytes of line and headers, got more"
+    return ApiError(431, message, code="head_too_large", headers={"Connection": "close"})
 
 
 def _too_large(most: str, got: str) -> ApiError:
@@ -193,6 +201,12 @@ class _Gate:
             await send(message)
 
         try:
+            if not scope["http_version"].startswith("1."):
+                message = f"request: expected HTTP/1.1, got HTTP/{scope['http_version']}"
+                raise ApiError(505, message, headers={"Connection": "close"})
+            head = (scope["path"], scope["query_string"], *itertools.chain(*scope["headers"]))
+            if sum(map(len, head)) > MAX_HEAD:  # h11 sees to it only where the head comes in several pieces
+                raise head_too_large()
             if headers.get("upgrade", "").lower() == "websocket":
                 raise ApiError(400, "upgrade: expected plain HTTP; there are no websockets here", param="upgrade")
             if self._key is not None and path not in _OPEN_PATHS:
@@ -212,12 +226,8 @@ class _Gate:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         if self._key is None or not hmac.compare_digest(given.encode("latin-1"), self._key):
-            raise ApiError(
-                401,
-                "api key: expected this server's key as Authorization: Bearer ... or x-api-key",
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
+            message = "api key: expected this server's key as Authorization: Bearer ... or x-api-key"
+            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
 class ClientGone(Exception):  # noqa: N818
@@ -325,7 +335,7 @@ def _logged(error: Exception, request_id: str) -> ApiError:
 
 
 def _routes(service: Service) -> APIRouter:
-    router = APIRouter(route_class=_JsonRoute)
+    router, started = APIRouter(route_class=_JsonRoute), int(time.time())
 
     def post(path: str) -> Callable[[Handler], Handler]:
         return router.post(path, responses=_ERRORS, response_model=None)
@@ -388,18 +398,20 @@ def _routes(service: Service) -> APIRouter:
     async def detokenize(body: bodies.DetokenizeBody) -> Response:
         service.check_model_name(body.model)
         tokenizer = service.ready_model().tokenizer
-        try:
-            return _json({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
-        except PromptError as error:
-            raise RequestError(f"tokens: {error}") from None
+        await asyncio.to_thread(tokenizer.check_ids, body.tokens, "tokens")
+        return _json({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+
+    def described(name: str) -> dict[str, Any]:
+        length = None if service.model is None else service.model.max_model_len
+        return {"id": name, "object": "model", "created": started, "owned_by": "leadline", "max_model_len": length}
 
     @get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service, name) for name in service.settings.names]})
+        return _json({"object": "list", "data": [described(name) for name in service.settings.names]})
 
     @get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return _json(_model(service, service.check_model_name(name)))
+        return _json(described(service.check_model_name(name)))
 
     @get("/health")
     async def health() -> Response:
@@ -409,10 +421,8 @@ def _routes(service: Service) -> APIRouter:
     @get("/ready")
     async def ready() -> Response:
         is_ready, waits_for = service.state()
-        return JSONResponse(
-            {"status": "ready"} if is_ready else {"status": "not ready", "waits_for": waits_for},
-            200 if is_ready else 503,
-        )
+        document = {"status": "ready"} if is_ready else {"status": "not ready", "waits_for": waits_for}
+        return JSONResponse(document, 200 if is_ready else 503)
 
     @get("/metrics")
     async def prometheus() -> Response:
@@ -427,14 +437,3 @@ def _routes(service: Service) -> APIRouter:
         return FileResponse(PAGE, headers=_PAGE_HEADERS)
 
     return router
-
-
-def _model(service: Service, name: str) -> dict[str, Any]:
-    model = service.model
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "leadline",
-        "max_model_len": None if model is None else model.max_model_len,
-    }

@@ -18,9 +18,11 @@ Content = str | Many[Object]
 Stop = str | Many[str]
 
 
-class Body(BaseModel):
+class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
+
+class Body(Part):
     model: str | None = None
 
 
@@ -40,34 +42,43 @@ class SamplingBody(Body):
     stream: bool | None = None
 
 
-class Unsupported(BaseModel):
-    """Fields of OpenAI that change an answer and that are not there: only their neutral values are taken."""
+class Unsupported(Part):
+    """Fields that change an answer elsewhere and that are not there: only their neutral values are taken."""
 
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    echo: Literal[False] | None = None
 
 
-class StreamOptions(BaseModel):
+class Kept(Part):
+    """What OpenAI keeps with an answer. Nothing is kept here, so that only the types matter."""
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: Object | None = None
+
+
+class StreamOptions(Part):
     include_usage: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     name: str | None = None
     schema_: Object | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Part):
     role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
     content: Content | None = None
     reasoning_content: str | None = None
@@ -76,53 +87,69 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
 
+class TemplateOptions(Part):
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+
+
+class ToolChoice(Part):
+    type: Literal["auto", "none", "required", "function", "custom", "allowed_tools"]
+
+
+class MessagesToolChoice(Part):
+    type: Literal["auto", "any", "tool", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
 class ChatOptions(Body):
     """What makes the prompt of a chat, besides its messages."""
 
     tools: Many[Object] | None = None
-    tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     thinking: Thinking | None = None
     reasoning_effort: str | int | None = None
-    chat_template_kwargs: Object | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
 
-class ChatBody(ChatOptions, SamplingBody, Unsupported):
+class ChatBody(ChatOptions, SamplingBody, Unsupported, Kept):
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     response_format: ResponseFormat | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Count | None = None
     stop: Stop | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: StreamOptions | None = None
 
 
-class CompletionBody(SamplingBody, Unsupported):
+class CompletionBody(SamplingBody, Unsupported, Kept):
     prompt: str | Many[str] | Many[TokenId] | Many[Many[TokenId]]
     max_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Count | None = None
     stop: Stop | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(Part):
     type: Literal["json_schema"]
     schema_: Object = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class Reasoning(Part):
     effort: str | int | None = None
+
+
+class OutputConfig(Reasoning):
     format: OutputFormat | None = None
 
 
-class MessagesMessage(BaseModel):
+class MessagesMessage(Part):
     role: Literal["user", "assistant", "system"]
     content: Content
 
@@ -133,7 +160,7 @@ class MessagesPromptBody(Body):
     messages: Annotated[Many[MessagesMessage], Field(min_length=1)]
     system: Content | None = None
     tools: Many[Object] | None = None
-    tool_choice: Object | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
@@ -141,35 +168,30 @@ class MessagesPromptBody(Body):
 class MessagesBody(MessagesPromptBody, SamplingBody):
     max_tokens: Count
     stop_sequences: Many[str] | None = None
+    metadata: Object | None = None
 
 
-class Reasoning(BaseModel):
-    effort: str | int | None = None
-
-
-class TextFormat(BaseModel):
+class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: Object | None = Field(None, alias="schema")
 
 
-class TextConfig(BaseModel):
+class TextConfig(Part):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(SamplingBody, Kept):
     input: Content
     instructions: str | None = None
     tools: Many[Object] | None = None
-    tool_choice: Literal["auto", "none", "required"] | Object | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     max_output_tokens: Count | None = None
     stop: Stop | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    user: str | None = None
+    include: Many[str] | None = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None

@@ -17,14 +17,18 @@ from leadline.errors import CapacityError, EngineError, LeadlineError, NumericsE
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*)(?: \d+)?: ")
 _UNION_MEMBER = re.compile(r"[\[-]|^[A-Z]|^(str|int|float|bool|dict|none)$")
+# In the words of JSON: what pydantic says was wrong, and by its names for them, the lists that a union may hold.
+_EXPECTED = {
+    "string_type": "a text", "int_type": "an integer", "float_type": "a number", "bool_type": "true or false",
+    "none_required": "null", "list_type": "a list", "dict_type": "an object", "model_attributes_type": "an object",
+    "list[str]": "a list of texts", "list[constrained-int]": "a list of integers",
+    "list[list[constrained-int]]": "a list of lists of integers", "list[dict[str,any]]": "a list of objects",
+}  # fmt: skip
+_PYDANTIC = re.compile(r"^\w+ should (be|have) | after validation, not \w+$")
 _ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ApiError(HTTPException):
@@ -84,8 +88,7 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, str(error.detail), kind=kind, headers=error.headers)  # Allow, of a 405
     message = str(error)
     if isinstance(error, QueueFullError):
-        kind = "rate_limit_error"
-        return ApiError(429, message, kind=kind, code="queue_full", retry_after=error.retry_after)
+        return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=error.retry_after)
     if isinstance(error, RequestError | CapacityError):
         field = _FIELD.match(message)
         is_too_long = isinstance(error, CapacityError) or ("expected at most" in message and "context" in message)
@@ -102,16 +105,27 @@ def api_error(error: Exception) -> ApiError:
 
 def _validation_error(error: RequestValidationError) -> ApiError:
     """The first problem of a body that does not have the shape of its schema."""
-    problems = error.errors()
-    # Of a union every member reports: the one that came furthest into the body is about what was meant.
-    problem = max(problems, key=lambda entry: len(_path(entry["loc"])))
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _path(problem["loc"]))[1:]
+    # Of a union every member reports: those that came furthest into the body are about what was meant.
+    paths = [_path(problem["loc"]) for problem in error.errors()]
+    furthest = max(paths, key=lambda path: (len(path), [part for part in path if isinstance(part, int)]))
+    problems = [problem for problem, path in zip(error.errors(), paths, strict=True) if path == furthest]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in furthest)[1:]
     if not param:
         return ApiError(400, "body: expected a JSON object with content-type application/json", param="body")
-    given = problem.get("input")
-    shown = "" if problem["type"] == "missing" else f", got {reprlib.repr(given):.80}"
-    code = "missing_required_parameter" if problem["type"] == "missing" else "invalid_value"
-    return ApiError(400, f"{param}: {problem['msg']}{shown}", param=param, code=code)
+    if problems[0]["type"] == "missing":
+        return ApiError(400, f"{param}: required, but missing", param=param, code="missing_required_parameter")
+    message = f"{param}: expected {_expected(problems)}, got {reprlib.repr(problems[0]['input']):.80}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _expected(problems: list[Any]) -> str:
+    """What would be right: all that the members of a union take, or the limit of the one that took the type."""
+    limits = [problem for problem in problems if problem["type"] not in ("literal_error", *_EXPECTED)]
+    words = [
+        _EXPECTED.get(problem["loc"][-1]) or _EXPECTED.get(problem["type"]) or _PYDANTIC.sub("", problem["msg"])
+        for problem in limits or problems
+    ]
+    return words[0] if len(words) == 1 else " or ".join(", ".join(words).replace(" or ", ", ").rsplit(", ", 1))
 
 
 def _path(loc: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from leadline.config.sampling import SamplingParams
 from leadline.errors import RequestError
 from leadline.server.bodies import SamplingBody
-from leadline.text.chat import ChatPrompt, Effort, Protocol
+from leadline.text.chat import ChatPrompt, Effort, Protocol, schema_fields
 from leadline.text.grammar import ANY_OBJECT, Grammar
 from leadline.text.tokenizer import Tokenizer
 from leadline.text.tool_grammar import Tool
@@ -116,16 +116,15 @@ def read_wish(protocol: Protocol, raw: Mapping[str, Any]) -> Wish:
     elif protocol == "messages" and "tools" in body:  # deepseek-recipe takes any type for a tool of the server
         body["tools"] = [{key: value for key, value in tool.items() if key != "type"} for tool in body["tools"]]
     echo = {key: raw[key] for key in _ECHO_FIELDS if key in raw}
-    if isinstance(raw.get("tool_choice"), Mapping) and raw["tool_choice"].get("type") == "allowed_tools":
-        # deepseek-recipe cannot repeat it
-        echo["tool_choice"] = "required"
+    if isinstance(raw.get("tool_choice"), Mapping) and raw["tool_choice"]["type"] == "allowed_tools":
+        echo["tool_choice"] = "required"  # deepseek-recipe cannot repeat it
     return Wish(protocol, body, thinking, effort, choice, is_json, schema, echo)
 
 
 def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Grammar | None:
     """What answers to the rendered prompt have to follow where calls are required or stand beside JSON; else None.
 
-    Raises: RequestError naming tools or tool_choice.
+    Raises: RequestError naming the schema of a tool, tools, or tool_choice.
     """
     is_required = wish.choice.mode == "required"
     if not is_required and (wish.choice.mode == "none" or not wish.is_json):
@@ -135,47 +134,49 @@ def call_grammar(tokenizer: Tokenizer, wish: Wish, prompt: ChatPrompt) -> Gramma
     if unknown := [name for name in names if name not in tools]:
         raise RequestError(f"tool_choice: expected one of tools ({', '.join(tools)[:200]}), got {unknown[0]!r}")
     document = None if is_required else ANY_OBJECT if wish.schema is None else wish.schema
-    return Grammar.tool_calls(tokenizer, [tools[name] for name in names], many=wish.choice.many, document=document)
+    try:
+        return Grammar.tool_calls(tokenizer, [tools[name] for name in names], many=wish.choice.many, document=document)
+    except RequestError as error:
+        name, _, reason = str(error).removeprefix("tools: ").partition(": ")
+        place = schema_fields(wish.protocol, wish.body["tools"]).get(name)
+        raise (error if place is None else RequestError(f"{place}: {reason}")) from None
 
 
 def sampling_params(
-    body: SamplingBody,
-    *,
-    max_tokens: int | None,
-    stop: str | list[str] | None,
-    n: int | None = None,
-    logprobs: int | None = None,
+    body: SamplingBody, *, max_tokens: int | None, stop: str | list[str] | None, n: int = 1, logprobs: int | None = None
 ) -> SamplingParams:
     """The request's own sampling values, as they are. Raises: SamplingError naming the field."""
     values = {"n": n, "stop": stop, "logprobs": logprobs} | {name: getattr(body, name) for name in _SAMPLING_FIELDS}
     return SamplingParams(max_tokens=max_tokens, **{key: value for key, value in values.items() if value is not None})
 
 
-def json_schema_of(response_format: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the answer has to be JSON, and its schema, from a response_format of Chat Completions."""
-    kind = (response_format or {}).get("type", "text")
-    if kind != "json_schema":
-        return kind == "json_object", None
-    schema = ((response_format or {}).get("json_schema") or {}).get("schema")
-    if schema is None:
-        raise RequestError("response_format.json_schema.schema: expected a JSON Schema, got none")
+def json_schema_of(
+    response_format: Mapping[str, Any] | None, field: str = "response_format.json_schema"
+) -> tuple[bool, dict[str, Any] | None]:
+    """Whether the answer has to be JSON, and its schema, from a response_format of Chat Completions.
+
+    field: what holds the schema, for errors. Raises: RequestError for json_schema without a schema.
+    """
+    shape = response_format or {}
+    if shape.get("type") != "json_schema":
+        return shape.get("type") == "json_object", None
+    if (schema := (shape.get("json_schema") or {}).get("schema")) is None:
+        raise RequestError(f"{field}.schema: expected a JSON Schema, got none")
     return True, schema
 
 
 def _thinking(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool | None, Effort | None]:
     """None for thinking means the default. The effort none switches it off."""
-    if protocol == "chat":
-        effort = raw.get("reasoning_effort")
-    else:
-        effort = (raw.get("output_config" if protocol == "messages" else "reasoning") or {}).get("effort")
     field = _EFFORT_FIELDS[protocol]
+    parent, _, name = field.rpartition(".")
+    effort = ((raw.get(parent) or {}) if parent else raw).get(name)
     if effort is not None and effort not in _EFFORT_WORDS and (type(effort) is not int or not 1 <= effort <= 100):
         raise RequestError(f"{field}: expected {', '.join(_EFFORT_WORDS)} or a number 1 to 100, got {effort!r:.80}")
     kind = (raw.get("thinking") or {}).get("type")
     thinking = None if kind is None else kind != "disabled"
     switches = raw.get("chat_template_kwargs") or {}
     for name in ("thinking", "enable_thinking"):
-        if isinstance(switches.get(name), bool):
+        if switches.get(name) is not None:
             thinking = switches[name]
     if effort == "none":
         if thinking:
@@ -193,7 +194,7 @@ def _answer_format(protocol: Protocol, raw: Mapping[str, Any]) -> tuple[bool, di
         found = (raw.get("output_config") or {}).get("format") or {}
         return bool(found), found.get("schema")
     found = (raw.get("text") or {}).get("format") or {}
-    return json_schema_of({"type": found.get("type", "text"), "json_schema": found})
+    return json_schema_of({"type": found.get("type"), "json_schema": found}, "text.format")
 
 
 def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: str, value: Any) -> None:
@@ -201,9 +202,7 @@ def _check_types(known: Mapping[str, tuple[str | None, ...]], name: str, place: 
 
     name: of the list `value`, as in `_TYPES`. place: the same with the numbers of the entries, for the error.
     """
-    if not isinstance(value, list):
-        return
-    for number, entry in enumerate(value):
+    for number, entry in enumerate(value if isinstance(value, list) else ()):
         if isinstance(entry, Mapping):
             kind = entry.get("type")
             if kind not in known.get(name, (kind,)):
@@ -226,9 +225,7 @@ def _tool_choice(raw: Mapping[str, Any]) -> ToolChoice:
         return ToolChoice("required", [_tool_name(tool) for tool in inner.get("tools") or [{}]], many)
     if kind in ("function", "tool", "custom"):
         return ToolChoice("required", [_tool_name(fields)], many=False)
-    if kind in ("auto", "none", "required", "any"):
-        return ToolChoice("required" if kind == "any" else kind, None, many)
-    raise RequestError(f"tool_choice: expected auto, none, required or a tool by its name, got {str(kind)[:80]!r}")
+    return ToolChoice("required" if kind == "any" else str(kind), None, many)
 
 
 def _tool_name(fields: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from leadline.server.app import create_app
+from leadline.server.app import MAX_HEAD, create_app, head_too_large
 from leadline.server.errors import ApiError, request_id_of, too_slow
 from leadline.server.service import Service
 
@@ -71,7 +72,9 @@ class _Protocol(H11Protocol):
             self._timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, f"request: expected HTTP/1.1; {msg}", headers={"Connection": "close"}))
+        is_long = getattr(sys.exception(), "error_status_hint", 400) == 431  # uvicorn is handling an error of h11's
+        other = ApiError(400, f"request: expected HTTP/1.1; {msg}", headers={"Connection": "close"})
+        self._refuse(head_too_large() if is_long else other)
 
     def _should_upgrade(self) -> bool:
         return False  # the application refuses; uvicorn would log how to install a library for websockets
@@ -111,6 +114,7 @@ def server_config(service: Service, host: str, port: int) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=int(service.settings.drain_seconds + _GRACE_SECONDS),
     )
 

@@ -210,13 +210,15 @@ class Service:
         if not 1 <= len(prompts) <= _MAX_PROMPTS:
             raise RequestError(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, got {len(prompts)}")
 
-        def encode(prompt: str | list[int]) -> list[int]:
+        def encode(prompt: str | list[int], field: str) -> list[int]:
             if not isinstance(prompt, str):
+                model.tokenizer.check_ids(prompt, field)
                 return prompt
-            model.tokenizer.check_length("prompt", prompt, model.max_model_len - 1)
+            model.tokenizer.check_length(field, prompt, model.max_model_len - 1)
             return model.tokenizer.encode(prompt, add_bos=True)
 
-        ids = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        fields = ["prompt"] if is_one else [f"prompt[{number}]" for number in range(len(prompts))]
+        ids = await asyncio.to_thread(lambda: list(map(encode, prompts, fields)))
         if not all(ids):
             raise RequestError("prompt: expected at least one token, got none")
         if any(model.tokenizer.image_token_id in prompt for prompt in ids):
@@ -348,6 +350,7 @@ class Service:
                 param=field,
                 code="context_length_exceeded",
             )
+        self.ready_model().tokenizer.check_ids(body.stop_token_ids or (), "stop_token_ids")
         timeout = self.settings.request_seconds
         return replace(prompt, params=params, priority=body.priority or 0, timeout=timeout, grammar=grammar)
 

@@ -13,7 +13,9 @@ import base64
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -38,30 +40,20 @@ REQUESTS: dict[Protocol, Any] = {
 # The released vocabulary spells the image token in another way than deepseek-recipe does by default.
 _SPECIAL_TOKENS = recipe.SpecialTokens(image="<｜deepseek_image｜>")
 # For the plain format: spellings that no text holds, so that nothing in a text is taken for a control token.
-_UNSPELLED = {
-    name: f"\0{secrets.token_hex(8)} {name}\0" for name in ("image", "thinking_start", "thinking_end", "dsml")
-}
+_NAMES = ("image", "thinking_start", "thinking_end", "dsml")
+_UNSPELLED = {name: f"\0{secrets.token_hex(8)} {name}\0" for name in _NAMES}
 _PLAIN_TOKENS = recipe.SpecialTokens(**_UNSPELLED)
 _EFFORT_NUMBERS = {"minimal": 50, "low": 50, "medium": 75, "high": 75, "xhigh": 75, "max": 100}
 _DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 ("
 # How deepseek-recipe says what it means, where it does: ".messages.0.content[1]: ...", "Invalid 'tools[0].name': ...".
 _NAMED_PLACE = re.compile(r"(?:Invalid ')?\.?((?:messages|input|tools)\b[\w.\[\]]*)'?: ")
+_BAD_SCHEMA = re.compile(r"Invalid schema for function '(.*?)': ")
 _SHAPE = "invalid request body: "
+_SCHEMA_KEYS = {"chat": "function.parameters", "messages": "input_schema", "responses": "parameters"}
 _PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 # Control tokens that the answer parser reads, and those that mark places in an image and belong to the answer.
-_VISIBLE = (
-    *("</think>", "｜DSML｜"),
-    *(
-        "<｜ref｜>",
-        "<｜/ref｜>",
-        "<｜box｜>",
-        "<｜/box｜>",
-        "<｜point｜>",
-        "<｜/point｜>",
-        "<｜polygon｜>",
-        "<｜/polygon｜>",
-    ),
-)
+_MARKS = ("ref", "box", "point", "polygon")
+_VISIBLE = ("</think>", "｜DSML｜", *(f"<｜{slash}{mark}｜>" for mark in _MARKS for slash in ("", "/")))
 
 
 class ChatDelta(NamedTuple):
@@ -105,9 +97,8 @@ class ChatPrompt:
 
 def options_for(tokenizer: Tokenizer) -> recipe.ConversionOptions:
     """How deepseek-recipe has to read requests for this vocabulary."""
-    return recipe.ConversionOptions().with_special_tokens(
-        _SPECIAL_TOKENS if tokenizer.has_control_tokens else _PLAIN_TOKENS
-    )
+    tokens = _SPECIAL_TOKENS if tokenizer.has_control_tokens else _PLAIN_TOKENS
+    return recipe.ConversionOptions().with_special_tokens(tokens)
 
 
 def render_chat(
@@ -141,7 +132,8 @@ def render_chat(
     if tools:
         body["tools"] = list(tools)
     prompt = render_request(tokenizer, "chat", body, thinking=thinking, effort=effort)
-    return replace(prompt, images=[images[_image_number(str(url))] for url in prompt.images])
+    numbers = [int(base64.b64decode(str(url).rpartition(",")[2])) for url in prompt.images]
+    return replace(prompt, images=[images[number] for number in numbers])
 
 
 def render_request(
@@ -170,40 +162,31 @@ def render_request(
     is_plain = not tokenizer.has_control_tokens
     if is_plain and (thinking or effort is not None or body.get("tools")):
         field = "thinking" if thinking else "effort" if effort is not None else "tools"
-        raise PromptError(
-            f"{field}: expected none, as this model's vocabulary lacks V4.1's control tokens; its chats have neither "
-            "thinking, effort nor tools"
-        )
+        raise PromptError(f"{field}: expected none: this model's vocabulary lacks V4.1's control tokens; leave it out")
     thinking = not is_plain if thinking is None else thinking
     number = effort_number(effort, thinking)
-    request = _convert(tokenizer, protocol, {**body, **_thinking_field(protocol, thinking)})
-    special_tokens = _PLAIN_TOKENS if is_plain else _SPECIAL_TOKENS
-    rendered = (
-        recipe.DeepseekV41Encoding().with_special_tokens(special_tokens).render_conversation(request.conversation)
-    )
+    mode = {"thinking": {"type": "enabled" if thinking else "disabled"}}
+    if protocol == "responses":
+        mode = {"reasoning": {"effort": "high" if thinking else "none"}}
+    request = _convert(tokenizer, protocol, {**body, **mode})
+    encoding = recipe.DeepseekV41Encoding().with_special_tokens(_PLAIN_TOKENS if is_plain else _SPECIAL_TOKENS)
+    rendered = encoding.render_conversation(request.conversation)
     sources = rendered.image_sources
+    fields = _image_fields(body, sources)
     if sources and not tokenizer.has_vision:
-        raise ImageError(
-            f"{_field(sources[0])}: expected text only, got {len(sources)} image(s); this model does not read images"
-        )
+        raise ImageError(f"{fields[0]}: expected text, got {len(sources)} image(s); this model does not read images")
     if most_tokens is not None:
         messages = request.conversation.messages
         written = "".join(message.content for message in messages) if is_plain else rendered.prompt
         tokenizer.check_length("input" if protocol == "responses" else "messages", written, most_tokens)
-    if is_plain:
-        ids, text = _render_plain(tokenizer, request.conversation)
-    else:
-        ids, text = _token_ids(tokenizer, _pieces(rendered), number)
+    pieces = _plain_pieces(tokenizer, request.conversation) if is_plain else _pieces(rendered, number)
+    ids: list[int] = []
+    for text, is_control in pieces:
+        ids += [_control_id(tokenizer, text)] if is_control else tokenizer.encode(text, control_tokens=False)
+    images: list[ImageSource] = [source.data_url or source.url or "" for source in sources]
     stage = request.parsing_options.thinking_initial_stage
-    return ChatPrompt(
-        ids,
-        [source.data_url or source.url or "" for source in sources],
-        [_field(source) for source in sources],
-        text,
-        stage is not None and stage.starts_in_reasoning(),
-        request,
-        is_plain,
-    )
+    is_thinking = stage is not None and stage.starts_in_reasoning()
+    return ChatPrompt(ids, images, fields, "".join(text for text, _ in pieces), is_thinking, request, is_plain)
 
 
 def hidden_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -291,10 +274,6 @@ def _take_image(part: Any, images: list[ImageSource]) -> Any:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{number}"}}
 
 
-def _image_number(url: str) -> int:
-    return int(base64.b64decode(url.rpartition(",")[2]))
-
-
 def effort_number(effort: Effort | None, thinking: bool) -> int:
     """An effort as the number that the format writes. Raises PromptError for one that it does not know."""
     if effort is None:
@@ -307,12 +286,6 @@ def effort_number(effort: Effort | None, thinking: bool) -> int:
     return number
 
 
-def _thinking_field(protocol: Protocol, thinking: bool) -> dict[str, Any]:
-    if protocol != "responses":
-        return {"thinking": {"type": "enabled" if thinking else "disabled"}}
-    return {"reasoning": {"effort": "high" if thinking else "none"}}
-
-
 def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> recipe.ConversationRequest:
     field = "input" if protocol == "responses" else "messages"
 
@@ -323,7 +296,9 @@ def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> 
             request: recipe.ConversationRequest = REQUESTS[protocol](text).convert(options_for(tokenizer))
             return request
         except recipe.ConversionError as error:
-            return _reason(error)
+            with suppress(ValueError, TypeError, KeyError):
+                return str(json.loads(error.body)["error"]["message"])
+            return str(error.body)
         except UnicodeEncodeError:
             return "expected Unicode text, got a lone surrogate"
         except (ValueError, TypeError) as error:
@@ -332,23 +307,43 @@ def _convert(tokenizer: Tokenizer, protocol: Protocol, body: dict[str, Any]) -> 
     made = convert(body)
     if not isinstance(made, str):
         return made
+
+    def narrowed(place: str, value: Any, put: Callable[[Any], Mapping[str, Any]]) -> str:
+        """The innermost entry of lists in `value` that the complaint is about. put: the body with another value."""
+        if isinstance(value, list) and value:  # whatever follows the entry
+            number = bisect_left(range(len(value)), True, key=lambda last: convert(put(value[: last + 1])) == made)
+            return narrowed(f"{place}[{number}]", value[number], lambda entry: put([*value[:number], entry]))
+        for key in ("content", "output", "tools", "tool_calls") if isinstance(value, Mapping) else ():
+            if isinstance(value.get(key), list) and convert(put({**value, key: []})) != made:
+                return narrowed(f"{place}.{key}", value[key], lambda some: put({**value, key: some}))  # noqa: B023
+        return place
+
     if (named := _NAMED_PLACE.match(made)) is not None:
         place = _place(named[1])
-        made = made if made.startswith("Invalid") else made[named.end() :]
+        top = field if place.startswith(field) and place.endswith("]") and protocol != "messages" else None
     else:  # the field without which there is no such complaint
         suspects = [name for name in ("tool_choice", *body) if name in body and name != field]
         place = next((name for name in suspects if convert({**body, name: None}) != made), field)
-        if made.startswith(_SHAPE) and isinstance(body[place], list):  # of one entry, whatever the others are
-            alone = ({**body, place: [entry]} for entry in body[place])
-            place += next((f"[{number}]" for number, one in enumerate(alone) if convert(one) == made), "")
-    raise PromptError(f"{place}: {made.removeprefix(_SHAPE)}")
+        top = place if place == "tools" or made.startswith(_SHAPE) else None
+    if (schema := _BAD_SCHEMA.match(made)) is not None:
+        place = schema_fields(protocol, body.get("tools") or ()).get(schema[1], place)
+    elif top is not None:
+        place = narrowed(top, body[top], lambda value: {**body, top: value})
+    raise PromptError(f"{place}: {made[named.end() if named else 0 :].removeprefix(_SHAPE)}")
 
 
-def _reason(error: recipe.ConversionError) -> str:
-    try:
-        return str(json.loads(error.body)["error"]["message"])
-    except (ValueError, TypeError, KeyError):
-        return error.body
+def schema_fields(
+    protocol: Protocol, tools: Iterable[Mapping[str, Any]], place: str = "tools", prefix: str = ""
+) -> dict[str, str]:
+    """The field of each tool's schema, by the tool's name in the prompt: with its namespace in front."""
+    fields: dict[str, str] = {}
+    for number, tool in enumerate(tools):
+        name, here = prefix + (tool["function"] if protocol == "chat" else tool)["name"], f"{place}[{number}]"
+        if protocol == "responses" and tool.get("type") == "namespace":
+            fields |= schema_fields(protocol, tool["tools"], f"{here}.tools", f"{name}::")
+        else:
+            fields[name] = f"{here}.{_SCHEMA_KEYS[protocol]}"
+    return fields
 
 
 def _place(path: str) -> str:
@@ -356,11 +351,24 @@ def _place(path: str) -> str:
     return re.sub(r"\.(\d+)", r"[\1]", path)
 
 
-def _field(source: recipe.ImageSource) -> str:
-    return _place(source.path.removeprefix(".")) or "image"
+def _image_fields(body: Mapping[str, Any], sources: Iterable[recipe.ImageSource]) -> list[str]:
+    """Where each image stands. deepseek-recipe names what holds them, and keeps their order in there."""
+
+    def parts(place: str) -> Iterator[str]:
+        value: Any = body
+        for key in re.findall(r"\w+", place):
+            value = value[int(key) if isinstance(value, list) else key]
+        for key in ("content", "output"):
+            for number, part in enumerate(value[key] if isinstance(value.get(key), list) else ()):
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image"):
+                    yield f"{place}.{key}[{number}]"
+
+    places = [_place(source.path.removeprefix(".")).removesuffix(".tool_result") for source in sources]
+    found = {place: parts(place) for place in places}
+    return [next(found[place], place) for place in places]
 
 
-def _pieces(rendered: recipe.RenderedPrompt) -> list[tuple[str, bool]]:
+def _pieces(rendered: recipe.RenderedPrompt, effort: int) -> list[tuple[str, bool]]:
     """The prompt as texts and control tokens in turn; the second value tells which."""
     pieces: list[tuple[str, bool]] = []
     done = 0
@@ -369,18 +377,13 @@ def _pieces(rendered: recipe.RenderedPrompt) -> list[tuple[str, bool]]:
             pieces.append((rendered.prompt[done:start], False))
         pieces.append((rendered.prompt[start:end], True))
         done = end
-    return [*pieces, (rendered.prompt[done:], False)] if done < len(rendered.prompt) else pieces
-
-
-def _token_ids(tokenizer: Tokenizer, pieces: list[tuple[str, bool]], effort: int) -> tuple[list[int], str]:
+    if done < len(rendered.prompt):
+        pieces.append((rendered.prompt[done:], False))
     # deepseek-recipe takes levels only; the number itself is one place in the text after BOS and the system token.
     if len(pieces) > 2 and pieces[2][0].startswith(_DEFAULT_EFFORT_LINE):
         rest = pieces[2][0].removeprefix(_DEFAULT_EFFORT_LINE)
         pieces[2] = (f"Reasoning Effort: {effort} ({rest}", False)
-    ids: list[int] = []
-    for text, is_control in pieces:
-        ids += [_control_id(tokenizer, text)] if is_control else tokenizer.encode(text, control_tokens=False)
-    return ids, "".join(text for text, _ in pieces)
+    return pieces
 
 
 def _control_id(tokenizer: Tokenizer, token: str) -> int:
@@ -390,17 +393,11 @@ def _control_id(tokenizer: Tokenizer, token: str) -> int:
     return token_id
 
 
-def _render_plain(tokenizer: Tokenizer, conversation: recipe.Conversation) -> tuple[list[int], str]:
-    ids, texts = [tokenizer.bos_token_id], [tokenizer.token_of(tokenizer.bos_token_id)]
+def _plain_pieces(tokenizer: Tokenizer, conversation: recipe.Conversation) -> list[tuple[str, bool]]:
+    def control(token_id: int) -> tuple[str, bool]:
+        return tokenizer.token_of(token_id), True
 
-    def add_text(text: str) -> None:
-        texts.append(text)
-        ids.extend(tokenizer.encode(text, control_tokens=False))
-
-    def add_token(token_id: int) -> None:
-        texts.append(tokenizer.token_of(token_id))
-        ids.append(token_id)
-
+    pieces = [control(tokenizer.bos_token_id)]
     for message in conversation.messages:
         name = _PLAIN_ROLES.get(message.role)
         if name is None or message.tool_calls or message.prefix:
@@ -408,14 +405,9 @@ def _render_plain(tokenizer: Tokenizer, conversation: recipe.Conversation) -> tu
                 f"messages: expected {', '.join(_PLAIN_ROLES)} and no tool calls or prefix, got {message.role!r}: "
                 "this model's vocabulary lacks V4.1's control tokens"
             )
-        add_text(f"{name}: ")
+        pieces.append((f"{name}: ", False))
         for number, part in enumerate(message.content.split(_UNSPELLED["image"])):
-            if number:
-                add_token(tokenizer.image_token_id)
-            add_text(part)
-        if message.role == "assistant":
-            add_token(tokenizer.eos_token_id)
-        else:
-            add_text("\n\n")
-    add_text("Assistant:")
-    return ids, "".join(texts)
+            pieces += [control(tokenizer.image_token_id)] if number else []
+            pieces.append((part, False))
+        pieces.append(control(tokenizer.eos_token_id) if message.role == "assistant" else ("\n\n", False))
+    return [*pieces, ("Assistant:", False)]

@@ -175,13 +175,11 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
-    def check_ids(self, token_ids: Iterable[int]) -> None:
-        """Raise PromptError naming the first id outside the vocabulary, if any."""
-        for position, token_id in enumerate(token_ids):
+    def check_ids(self, token_ids: Iterable[int], field: str = "token_ids") -> None:
+        """Raise PromptError naming the first id outside the vocabulary, if any, by its place in `field`."""
+        for number, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.vocab_size:
-                raise PromptError(
-                    f"token id at position {position}: expected 0 <= id < {self.vocab_size}, got {token_id}"
-                )
+                raise PromptError(f"{field}[{number}]: expected ids 0 to {self.vocab_size - 1}, got {token_id}")
 
     @cached_property
     def control_token_ids(self) -> frozenset[int]:

@@ -31,6 +31,7 @@ class Shape:
     experts: int
     seed: int
     loud_tokens: int = 0  # the head knows only so many tokens, so that drafts are right now and then; 0 = all
+    context: int = BASE["text_config"]["max_position_embeddings"]
 
 
 @lru_cache(maxsize=64)
@@ -53,6 +54,7 @@ def model_of(shape: Shape) -> Model:
         "sliding_window": shape.window,
         "index_topk": shape.topk,
         "num_experts_per_tok": shape.experts,
+        "max_position_embeddings": shape.context,
     }
     top = {key: value for key, value in BASE.items() if key != "vision_config"}  # image rows come from the test
     config = ModelConfig.from_dict(top | {"text_config": text_config})
@@ -63,5 +65,5 @@ def model_of(shape: Shape) -> Model:
                 tensors[name][shape.loud_tokens :] = 0
     compressed_ids = torch.arange(config.vocab_size) % config.engram_compressed_vocab_size
     with torch.inference_mode():
-        source = WeightSource.from_tensors(config, tensors)
+        source = WeightSource(tensors, config, weights="dense")
         return Model(config, source, compressed_ids if shape.engram else None)

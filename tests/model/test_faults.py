@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ TINIEST = Shape(
     "2", has_candidates=False, engram=(), targets=(0,), window=16, topk=12, experts=1, seed=1, loud_tokens=4
 )
 LONG = 1000
+LONGEST = 1 << 16
 ACCEPTANCE_LOSS = 0.05  # of the drafts that are verified, when doubtful ones are left out
 
 
@@ -39,10 +42,12 @@ def test_f1_steps_whose_queries_see_no_compressed_row(name: str, count: int) -> 
             assert torch.equal(logits, one_shot(model, each)[start : start + 1])
 
 
-def greedy(speculate: bool | Speculation, prompts: list[list[int]], lengths: list[int]) -> list[CompletionOutput]:
-    model = model_of(TINIEST)
+def greedy(
+    speculate: bool | Speculation, prompts: list[list[int]], lengths: list[int], shape: Shape = TINIEST
+) -> list[CompletionOutput]:
+    model = model_of(shape)
     tokenizer = Tokenizer.load(MODELS / "everything", model.config)
-    llm = LLM.from_parts(model, tokenizer, speculate=speculate, max_cache_tokens=2048, max_num_seqs=4)
+    llm = LLM.from_parts(model, tokenizer, speculate=speculate, max_cache_tokens=2 * shape.context, max_num_seqs=4)
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     return [output.outputs[0] for output in llm.generate(prompts, params)]
 
@@ -65,6 +70,15 @@ def test_f19_adaptive_verification_changes_no_token() -> None:
     assert 0 < alone.num_drafted < 0.95 * whole.num_drafted  # some were left out
     share = [output.num_accepted / output.num_drafted for output in (whole, alone)]
     assert share[1] > (1 - ACCEPTANCE_LOSS) * share[0]
+
+
+@pytest.mark.full
+def test_f20_long_generation_with_drafts() -> None:
+    prompt, shape = [0, 40, 41, 42], replace(TINIEST, context=LONGEST + 4)
+    (drafted,), (plain,) = (greedy(speculate, [prompt], [LONGEST], shape) for speculate in (True, False))
+    assert len(drafted.token_ids) == LONGEST
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.num_accepted > LONGEST // 4
 
 
 @pytest.mark.parametrize("left_out", ["act_quant", "index_quant"])

@@ -159,12 +159,28 @@ def test_slow_answers_and_pauses_are_no_slow_requests(hasty: Running) -> None:
         hasty.engine.step_seconds = 0.0
 
 
-def test_what_is_not_http(hasty: Running) -> None:
-    received, _ = answer(hasty, b"\x16\x03\x01 hello\r\n\r\n")
+LONG = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status", "word"),
+    [
+        (b"\x16\x03\x01 hello\r\n\r\n", b"400", "HTTP/1.1"),
+        (b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n", b"505", "HTTP/1.1, got HTTP/9.9"),
+        (b"GET /health HTTP/0.9\r\n\r\n", b"505", "HTTP/1.1, got HTTP/0.9"),
+        (LONG, b"431", "16384 bytes"),
+        (LONG + b"\r\nConnection: close\r\n\r\n", b"431", "16384 bytes"),
+    ],
+    ids=["tls", "version 9", "version 0", "long head without an end", "long head"],
+)
+def test_what_is_no_request_of_ours(hasty: Running, request_bytes: bytes, status: bytes, word: str) -> None:
+    received, _ = answer(hasty, request_bytes)
     head, _, body = received.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ")
+    assert head.startswith(b"HTTP/1.1 " + status + b" ")
     assert b"x-request-id: " in head.lower()
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", None)
+    assert word in error["message"]
 
 
 def test_head_requests(whole: Running) -> None:
@@ -222,6 +238,13 @@ def test_wrong_methods_tell_the_right_one(whole: Running) -> None:
     assert found.json()["error"]["type"] == "invalid_request_error"
     for path in ("/", "/health", "/metrics", "/v1/models"):
         assert httpx.delete(whole.url + path).headers["allow"] == "GET"
+
+
+def test_a_slash_too_many_is_another_path(whole: Running) -> None:
+    for method, path in (("POST", CHAT + "/"), ("GET", "/health/"), ("GET", "/v1/models/")):
+        found = httpx.request(method, whole.url + path)
+        assert (found.status_code, "error" in found.json()) == (404, True), path
+    assert httpx.post(whole.url + "/v1/messages/").json()["error"]["type"] == "not_found_error"
 
 
 def test_websockets_are_refused_in_plain_words(whole: Running, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from leadline.errors import CapacityError, CheckpointError, PromptError
+from leadline.server import service as service_module
 from leadline.server.app import PAGE, create_app
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
@@ -47,6 +48,30 @@ def test_hanging_up_frees_the_request(server: Running, path: str, body: dict[str
             assert not stream
         assert server.engine.requests
     server.until(lambda: not server.engine.open_streams)
+
+
+def test_hanging_up_while_the_prompt_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is noticed at once; what the thread has read in the end goes to nobody."""
+    caplog.set_level(logging.INFO, "leadline.server")
+    begun, go_on, render = threading.Event(), threading.Event(), service_module.render_request
+
+    def slow(*args: Any, **options: Any) -> Any:
+        begun.set()
+        go_on.wait(20)
+        return render(*args, **options)
+
+    monkeypatch.setattr(service_module, "render_request", slow)
+    try:
+        with httpx.Client(base_url=server.url) as client, pytest.raises(httpx.ReadTimeout):
+            client.post(CHAT, json={"messages": ASK}, timeout=0.3)
+        assert begun.is_set()
+        server.until(lambda: "the client is gone" in caplog.text)
+    finally:
+        go_on.set()
+    assert httpx.post(server.url + CHAT, json={"messages": ASK}).status_code == 200
+    assert len(server.engine.requests) == 1
 
 
 def test_hanging_up_before_the_first_event() -> None:
@@ -242,7 +267,9 @@ def test_loading() -> None:
         assert (waiting.status_code, waiting.json()["waits_for"]) == (503, "the model to be loaded: 30 %")
         assert client.get("/health").status_code == 200
         assert client.get("/metrics").status_code == 200
-        assert client.get("/v1/models").status_code == 200
+        found = client.get("/v1/models")
+        assert found.status_code == 200
+        assert abs(found.json()["data"][0]["created"] - time.time()) < 600
         for path, body in (*PATHS, ("/tokenize", {"prompt": "x"})):
             found = client.post(path, json=body)
             assert (found.status_code, "retry-after" in found.headers) == (503, True)

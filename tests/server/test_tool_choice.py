@@ -240,7 +240,7 @@ def random_weights() -> Iterator[Asker]:
     top = {key: value for key, value in BASE.items() if key != "vision_config"}
     config = ModelConfig.from_dict(top | {"text_config": text, "image_token_id": RELEASED.image_token_id})
     with torch.inference_mode():
-        model = Model(config, WeightSource.from_tensors(config, random_tensors(config, 1)), None)
+        model = Model(config, WeightSource(random_tensors(config, 1), config, weights="dense"), None)
     yield from served(LLM.from_parts(model, released_tokenizer(config), max_num_seqs=2, max_cache_tokens=1 << 13))
 
 

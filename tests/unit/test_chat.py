@@ -304,5 +304,5 @@ def test_plain_format_knows_no_more(options: dict[str, Any]) -> None:
         user([5]),
         user([{"type": "video"}]),
     ):
-        with pytest.raises(PromptError, match=r"messages(\[0\])?: "):
+        with pytest.raises(PromptError, match=r"messages(\[0\](.content\[0\])?)?: "):
             render_chat(SMALL, [message])

@@ -125,7 +125,7 @@ def test_released_names_are_kept():
 def test_values_are_exact(folder, weights):
     config = read_config(folder)
     stored = load_file(folder / "model.safetensors")
-    loaded = take_all(WeightSource.open(folder, config, weights=weights), config)
+    loaded = take_all(WeightSource(folder, config, weights=weights), config)
     for name, value in loaded.items():
         if name in stored:
             assert value.dtype == stored[name].dtype
@@ -137,8 +137,8 @@ def test_values_are_exact(folder, weights):
 def test_memory_and_file_give_the_same():
     config = read_config(EVERYTHING)
     tensors = load_file(EVERYTHING / "model.safetensors")
-    from_file = take_all(WeightSource.open(EVERYTHING, config), config)
-    from_memory = take_all(WeightSource.from_tensors(config, tensors), config)
+    from_file = take_all(WeightSource(EVERYTHING, config), config)
+    from_memory = take_all(WeightSource(tensors, config, weights="dense"), config)
     assert from_file.keys() == from_memory.keys()
     assert all(torch.equal(value, from_memory[name]) for name, value in from_file.items())
 
@@ -152,7 +152,7 @@ def test_single_file_and_older_names_are_read(tmp_path):
     }
     old["mtp.0.embed.weight"] = tensors["embed.weight"].clone()
     save_file(old, tmp_path / "old.safetensors")
-    loaded = take_all(WeightSource.open(tmp_path / "old.safetensors", config), config)
+    loaded = take_all(WeightSource(tmp_path / "old.safetensors", config), config)
     assert torch.equal(loaded["layers.0.attn.attn_sink"], tensors["layers.0.attn.attn_sink"])
 
 
@@ -164,14 +164,14 @@ def test_unpadded_header_is_read(tmp_path):
     for pad in range(1, 4):
         header = data[8 : 8 + header_bytes].rstrip() + b" " * pad
         (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data[8 + header_bytes :])
-        loaded = take_all(WeightSource.open(tmp_path / "m.safetensors", config), config)
+        loaded = take_all(WeightSource(tmp_path / "m.safetensors", config), config)
         assert torch.equal(loaded["embed.weight"], load_file(EVERYTHING / "model.safetensors")["embed.weight"])
 
 
 def test_widening_and_progress():
     config = read_config(EVERYTHING)
     calls = []
-    weights = WeightSource.open(EVERYTHING, config, progress=lambda done, total: calls.append((done, total)))
+    weights = WeightSource(EVERYTHING, config, progress=lambda done, total: calls.append((done, total)))
     gate = weights.tensor("layers.0.ffn.gate.weight", torch.float32)
     assert gate.dtype == torch.float32
     assert calls[-1][0] == gate.numel() * 2
@@ -184,7 +184,7 @@ def test_widening_and_progress():
 
 def test_every_tensor_is_taken_exactly_once():
     config = read_config(EVERYTHING)
-    weights = WeightSource.open(EVERYTHING, config)
+    weights = WeightSource(EVERYTHING, config)
     weights.tensor("norm.weight")
     with pytest.raises(CheckpointError, match=r"norm\.weight: taken twice"):
         weights.tensor("norm.weight")
@@ -196,16 +196,16 @@ def test_every_tensor_is_taken_exactly_once():
 
 def test_choice_of_weights(monkeypatch):
     config = read_config(EVERYTHING)
-    loaded = take_all(WeightSource.open(EVERYTHING, config), config)
+    loaded = take_all(WeightSource(EVERYTHING, config), config)
     tables = [f"layers.{layer}.engram.embed" for layer in config.engram_layer_ids]
     assert dense_bytes(config) == sum(value.nbytes for name, value in loaded.items() if name not in tables)
     for free, dense in ((2 * dense_bytes(config), True), (2 * dense_bytes(config) - 2, False)):
         monkeypatch.setattr(source, "available_bytes", lambda device, free=free: free)
-        assert WeightSource.open(EVERYTHING, config).is_dense is dense
-        assert WeightSource.open(EVERYTHING, config, weights="dense").is_dense
-        assert not WeightSource.open(EVERYTHING, config, weights="packed").is_dense
+        assert WeightSource(EVERYTHING, config).is_dense is dense
+        assert WeightSource(EVERYTHING, config, weights="dense").is_dense
+        assert not WeightSource(EVERYTHING, config, weights="packed").is_dense
     with pytest.raises(CheckpointError, match="weights: expected auto, dense or packed, got 'fp8'"):
-        WeightSource.open(EVERYTHING, config, weights="fp8")
+        WeightSource(EVERYTHING, config, weights="fp8")
     monkeypatch.undo()
     assert available_bytes(torch.device("cpu")) > 1 << 20
 
@@ -213,7 +213,7 @@ def test_choice_of_weights(monkeypatch):
 def test_table_rows():
     config = read_config(EVERYTHING)
     stored = load_file(EVERYTHING / "model.safetensors")
-    table = WeightSource.open(EVERYTHING, config).table("layers.1.engram.embed")
+    table = WeightSource(EVERYTHING, config).table("layers.1.engram.embed")
     rows_TA = torch.tensor([[0, 433, 7], [7, 7, 1]])
     codes = stored["layers.1.engram.embed.weight"].view(torch.uint8)
     scales = stored["layers.1.engram.embed.scale"].view(torch.uint8)
@@ -249,7 +249,7 @@ def rewrite(path: Path, change) -> None:
 
 def refused(folder: Path, *words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        WeightSource.open(folder, read_config(EVERYTHING))
+        WeightSource(folder, read_config(EVERYTHING))
     for word in words:
         assert word in str(caught.value), str(caught.value)
 
@@ -259,8 +259,8 @@ def test_sharded_checkpoint_reads_like_the_single_file(sharded):
     assert config == read_config(EVERYTHING)
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(spec.num_bytes for spec in expected_tensors(config).values())
-    one = take_all(WeightSource.open(EVERYTHING, config), config)
-    many = take_all(WeightSource.open(sharded, config), config)
+    one = take_all(WeightSource(EVERYTHING, config), config)
+    many = take_all(WeightSource(sharded, config), config)
     assert all(torch.equal(value, many[name]) for name, value in one.items())
 
 
@@ -368,7 +368,7 @@ def test_nan_scale(tmp_path, monkeypatch, name, weights):
     tensors[f"{name}.scale"].view(torch.uint8).view(-1)[-1] = 255
     save_file(tensors, tmp_path / "model.safetensors")
     config = read_config(EVERYTHING)
-    opened = WeightSource.open(tmp_path, config, weights=weights)
+    opened = WeightSource(tmp_path, config, weights=weights)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}\.scale: holds a NaN scale"):
         take_all(opened, config)
 
@@ -423,7 +423,7 @@ def test_not_a_safetensors_file(tmp_path):
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"PK\x03\x04" + b"\xff" * 100)
     with pytest.raises(CheckpointError, match="no valid header length"):
-        WeightSource.open(path, read_config(EVERYTHING))
+        WeightSource(path, read_config(EVERYTHING))
 
 
 # Writing.
@@ -453,7 +453,7 @@ def test_random_tensors_fit_and_repeat(folder):
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {
         name: (DTYPES[spec.dtype], spec.shape) for name, spec in expected_tensors(config).items()
     }
-    for name, value in take_all(WeightSource.from_tensors(config, tensors), config).items():
+    for name, value in take_all(WeightSource(tensors, config, weights="dense"), config).items():
         assert torch.isfinite(value.float()).all(), name
     again = random_model.random_tensors(config, seed=3)
     other = random_model.random_tensors(config, seed=4)
@@ -489,7 +489,7 @@ def test_default_model(tmp_path, monkeypatch):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert build_hash_tables(config).keys() == set(config.engram_layer_ids)  # checks the number of rows
     assert token_map(tokenizer, config)[config.engram_pad_token_id] == config.engram_pad_token_id
-    take_all(WeightSource.open(folder, config), config)
+    take_all(WeightSource(folder, config), config)
 
 
 def test_default_model_folder_errors(tmp_path, monkeypatch):
@@ -535,7 +535,7 @@ torch.randn(64, 64) @ torch.randn(64, 64)
 def peak():  # ru_maxrss would include the parent process
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 Weight.from_fp4(torch.zeros(64, 32, dtype=torch.int8), torch.ones(64, 2).to(torch.float8_e8m0fnu)).dense_NK()
-source = WeightSource.open(folder, config, weights=weights)
+source = WeightSource(folder, config, weights=weights)
 before = peak()
 kept = []
 for name, spec in expected_tensors(config).items():

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leadline.config import keys
 from leadline.config.model import ModelConfig, read_config
 from leadline.errors import ConfigError
 
@@ -267,9 +266,3 @@ def test_any_value_is_read_or_refused(path, value):
     except ConfigError:
         return
     assert ModelConfig.from_dict(config.to_dict()) == config
-
-
-def test_every_field_has_a_key():
-    tables = (keys.TOP, keys.TEXT, keys.QUANTIZATION)
-    named = {key.name for table in tables for key in table if key.is_field}
-    assert named | {"vision"} == {field.name for field in dataclasses.fields(ModelConfig)}

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.unit
 BAD = [
     ("n", 0), ("n", 129), ("n", 1.0), ("n", True), ("n", None),
     ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
+    ("temperature", 10**400),
     ("top_p", 0), ("top_p", 1.01), ("top_p", math.nan), ("top_p", None),
     ("top_k", -2), ("top_k", 1.5), ("top_k", False),
     ("min_p", -0.01), ("min_p", 1.1), ("min_p", math.nan),
