@@ -17,7 +17,7 @@ import deepseek_recipe as recipe
 from leadline.engine.request import Delta
 from leadline.engine.sampler import Logprob
 from leadline.errors import RequestError
-from leadline.text.chat import MODEL_NAME, REQUESTS, ChatPrompt, options_for
+from leadline.text.chat import MODEL_NAME, REQUESTS, ChatPrompt
 from leadline.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -222,17 +222,16 @@ class MessagesAnswers(_RecipeAnswers):
 class ResponsesAnswers(_RecipeAnswers):
     """OpenAI's Responses. echo: the request's settings, which every Response repeats."""
 
-    def __init__(self, tokenizer: Tokenizer, *args: Any, echo: Mapping[str, Any], **options: Any) -> None:
+    def __init__(self, *args: Any, echo: Mapping[str, Any], **options: Any) -> None:
         body = json.dumps({"model": MODEL_NAME, "input": "", **echo}, ensure_ascii=False)
         try:
-            request = recipe.ResponsesRequest(body)
-            self._echo, self._namespaces = request.echo(), request.namespace_tool_map(options_for(tokenizer))
-        except (ValueError, recipe.ConversionError) as error:  # of fields that only the response repeats
+            self._echo = recipe.ResponsesRequest(body).echo()
+        except ValueError as error:  # of fields that only the response repeats
             raise RequestError(f"body: {error}") from None
-        super().__init__(tokenizer, *args, **options)
+        super().__init__(*args, **options)
 
     def _prepared(self, generator: Any) -> Any:
-        return generator.with_echo(self._echo).with_namespace_tool_map(self._namespaces)
+        return generator.with_echo(self._echo)
 
     def _add(self, answer: _Chat, index: int, data: dict[str, Any]) -> None:
         response = data.get("response", data)

@@ -44,10 +44,10 @@ def call_rules(tools: Sequence[Tool], mark_id: int, many: bool, options: Mapping
         options: how JSON is written, as the key x-guidance of a schema.
 
     Parameters come in the order of the schema, required ones always, each at most once. Only those that the schema
-    names may come, except where it names none and does not forbid others. A string is text as it is, within minLength,
-    maxLength, pattern, enum and const; `format` is not followed there, and the character U+FF5C is left out where a
-    length or pattern counts. Every other value is JSON that follows its part of the schema. `oneOf` is read as `anyOf`
-    in a parameter; what relates parameters to one another is not followed.
+    names may come; where it names none and does not forbid others, any may, a name even twice. A string is text as it
+    is, within minLength, maxLength, pattern, enum and const; `format` is not followed there, and character U+FF5C is
+    left out where a length or pattern counts. Every other value is JSON that follows its part of the schema. `oneOf` is
+    read as `anyOf` in a parameter; what relates parameters to one another is not followed.
 
     Raises: RequestError, naming the tool, if a name or value cannot be written in the markup, or a schema is no schema.
     """

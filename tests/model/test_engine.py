@@ -23,8 +23,10 @@ from leadline.engine.speculate import Speculation
 from leadline.errors import CapacityError, EngineError, NumericsError
 from leadline.model.model import Model
 from leadline.model.step import TEXT, Prefill, Run
+from leadline.text.grammar import Grammar, Matcher
 from tests.model.driver import Tokens as Prompt
 from tests.model.driver import load, one_shot, text, with_image
+from tests.model.random_models import Shape, model_of
 
 pytestmark = pytest.mark.tiny
 
@@ -212,6 +214,50 @@ def test_window_of_a_whole_page() -> None:
     assert server.serve(*requests) == expected
     assert server.serve(*requests) == expected
     assert server.core.stats().preemptions > 0
+    server.assert_nothing_is_left()
+
+
+class _InTurn(Matcher):
+    """Allows these ids in turn, and drafts at any time."""
+
+    is_free = True
+
+    def __init__(self, vocab_size: int, turns: list[list[int]]) -> None:
+        self.vocab_size, self.turns, self.count = vocab_size, turns, 0
+
+    def mask(self) -> torch.Tensor:
+        mask_V = torch.zeros(self.vocab_size, dtype=torch.bool)
+        mask_V[self.turns[self.count % len(self.turns)]] = True
+        return mask_V
+
+    def advance(self, token_id: int) -> None:
+        assert token_id in self.turns[self.count % len(self.turns)]
+        self.count += 1
+
+
+class _TurnGrammar(Grammar):
+    def __init__(self, *of_matcher: Any) -> None:
+        self.of_matcher = of_matcher
+
+    def matcher(self, in_reasoning: bool) -> Matcher:
+        return _InTurn(*self.of_matcher)
+
+
+def test_drafts_under_a_mask_change_no_token() -> None:
+    """The drafter knows nothing of the mask: what it forbids is rejected, what stays is what comes without drafts."""
+    loud = 6  # of so few tokens to choose from, drafts hit the right one by chance
+    model = model_of(
+        Shape("2", False, engram=(), targets=(0,), window=16, topk=12, experts=1, seed=1, loud_tokens=loud)
+    )
+    turns = [[0, 2, 3, 4], [1, 3, 5], [0, 1, 2, 4, 5]]
+    request = greedy([0, 40, 41, 42], 150, grammar=_TurnGrammar(model.config.vocab_size, turns))
+    plain = Server(model).serve(request)
+    assert len(set(plain[0])) > 2
+    assert plain != Server(model).serve(replace(request, grammar=None))
+    server = Server(model, speculation=Speculation())
+    assert server.serve(request, request) == plain * 2
+    stats = server.core.stats()
+    assert 20 < stats.accepted < stats.drafted
     server.assert_nothing_is_left()
 
 

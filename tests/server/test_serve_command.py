@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,12 @@ from tests.server.test_clients import ASK, data_url
 
 MODEL = Path(__file__).parent.parent / "golden" / "models" / "everything"
 START_SECONDS = 120  # on a busy machine
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": ASK},
+    "/v1/messages": {"messages": ASK},
+    "/v1/responses": {"input": "hi"},
+    "/v1/completions": {"prompt": "x"},
+}
 COMMAND = [sys.executable, "-c", "from leadline.cli.main import main; main()", "serve"]
 
 
@@ -107,6 +117,48 @@ def test_small_model_end_to_end() -> None:
         assert child.wait(20) == 0
 
 
+@contextmanager
+def streaming(url: str, tokens: int) -> Iterator[dict[str, Future[list[str]]]]:
+    """A stream of so many tokens in each protocol, all of them begun; their lines come when they have ended."""
+    begun = threading.Barrier(len(STREAMS) + 1, timeout=START_SECONDS)
+
+    def read(path: str) -> list[str]:
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        body = {**STREAMS[path], limit: tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + path, json=body, timeout=START_SECONDS) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            begun.wait()
+            return [line for line in (first, *lines) if line]
+
+    with ThreadPoolExecutor(len(STREAMS)) as pool:
+        streams = {path: pool.submit(read, path) for path in STREAMS}
+        begun.wait()
+        yield streams
+
+
+def wait_until_refused(url: str) -> None:
+    """A signal takes effect within a tenth of a second."""
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            if httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 503:
+                return
+        except httpx.TransportError:
+            return
+    raise AssertionError("new requests are still taken")
+
+
+def log_after_the_end(child: subprocess.Popen[str], seconds: float) -> str:
+    """What the server wrote from the signal on; it must have ended in time, and well."""
+    assert child.wait(seconds) == 0
+    assert child.stderr is not None
+    _, _, log = child.stderr.read().partition(" stopping ")
+    assert log
+    assert not re.search("Traceback|ERROR|WARNING", log), log
+    return log
+
+
 @pytest.fixture(scope="module")
 def cache_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache") / "prefixes"
@@ -116,32 +168,44 @@ def cache_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sigterm_drains_kill_leaves_nothing_behind_and_restarts_hit(cache_file: Path) -> None:
     options = ("--drain-timeout", "30", "--cache-file", str(cache_file))
     body = {"prompt": list(range(3, 203)), "max_tokens": 10, "temperature": 0}
-    endless = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    endless = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with process(*options) as (child, url, _):
         first = httpx.post(url + "/v1/completions", json=body, timeout=60).json()
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
+        with streaming(url, 40) as streams:
             child.send_signal(signal.SIGTERM)
-            assert "data: [DONE]" in list(lines)
-        assert child.wait(20) == 0
+            wait_until_refused(url)
+            ends = {path: lines.result()[-1] for path, lines in streams.items()}
+        assert ends["/v1/chat/completions"] == ends["/v1/completions"] == "data: [DONE]"
+        assert ends["/v1/messages"] == 'data: {"type": "message_stop"}'
+        response = json.loads(ends["/v1/responses"].removeprefix("data: "))
+        assert (response["type"], response["response"]["usage"]["output_tokens"]) == ("response.incomplete", 40)
+        log = log_after_the_end(child, 20)
+        assert log.count("finish=length") == log.count(" completion_tokens=40 ") == len(STREAMS)
     assert cache_file.exists()
     port = url.rpartition(":")[2]
     for is_killed in (True, False):
-        with process(*options, "--port", port) as (child, again, _):
+        drain = () if is_killed else ("--drain-timeout", "0.3")
+        with process(*options, *drain, "--port", port) as (child, again, _):
             assert again == url
             second = httpx.post(url + "/v1/completions", json=body, timeout=60).json()
             assert second["choices"] == first["choices"]
             assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
             if is_killed:
-                endless["max_tokens"] = 2000
                 with httpx.stream("POST", url + "/v1/completions", json=endless, timeout=60) as response:
                     lines = response.iter_lines()
                     next(lines)
                     child.kill()
                     with pytest.raises(httpx.HTTPError):
                         list(lines)
+            else:
+                with streaming(url, 4000) as streams:
+                    child.send_signal(signal.SIGTERM)
+                    ends = {path: lines.result()[-1] for path, lines in streams.items()}
+                for end in ends.values():
+                    error = json.loads(end.removeprefix("data: "))["error"]
+                    assert error["message"] == "engine: it has stopped before the answer ended; ask again later"
+                assert log_after_the_end(child, 10).count("finish=cancelled") == len(STREAMS)
     assert [path.name for path in cache_file.parent.iterdir()] == [cache_file.name]
 
 

@@ -21,9 +21,10 @@ from leadline.llm import LLM
 from leadline.model.model import Model
 from leadline.server.service import Service
 from leadline.server.settings import ServerSettings
+from leadline.text.images import resize_plan
 from tests.model.random_models import BASE
 from tests.server.serving import NAME, RELEASED, Running, serving
-from tests.server.test_clients import ASK
+from tests.server.test_clients import ASK, data_url
 from tests.support.released_tokenizer import released_tokenizer
 from tests.support.scripted_llm import scripted_llm
 
@@ -49,12 +50,13 @@ FORMS = ("chat", "messages", "responses")
 
 @dataclasses.dataclass
 class Answer:
-    """An answer in the words of no protocol. calls: names and argument texts."""
+    """An answer in the words of no protocol. calls: names and argument texts. images: their number and tokens."""
 
     reasoning: str
     content: str
     calls: list[tuple[str, str]]
     reason: str | None
+    images: tuple[int, int]
 
 
 class Asker:
@@ -74,9 +76,11 @@ class Asker:
         max_tokens: int = 400,
         thinking: bool = False,
         parallel: bool | None = None,
+        image: str | None = None,
         **extra: Any,
     ) -> Answer:
         extra["temperature"] = 1.0
+        asked = ASK if image is None else [{"role": "user", "content": image_parts(form, image)}]
         fields: dict[str, Any] = {"extra_body": extra, "model": NAME}
         if form == "messages":
             kind: dict[str, Any] = {"type": {"required": "any"}.get(choice, choice)}
@@ -87,7 +91,7 @@ class Asker:
             tools = [{"name": name, "description": "d", "input_schema": SCHEMAS[name]} for name in NAMES]
             extra["thinking"] = {"type": "enabled" if thinking else "disabled"}
             return self._messages(
-                stream, {**fields, "messages": ASK, "tools": tools, "tool_choice": kind, "max_tokens": max_tokens}
+                stream, {**fields, "messages": asked, "tools": tools, "tool_choice": kind, "max_tokens": max_tokens}
             )
         shapes: list[Any] = [{"name": name, "description": "d", "parameters": SCHEMAS[name]} for name in NAMES]
         if parallel is not None:
@@ -95,12 +99,12 @@ class Asker:
         named: Any = {"name": choice}
         if form == "chat":
             extra["thinking"] = {"type": "enabled" if thinking else "disabled"}
-            fields |= {"messages": ASK, "max_tokens": max_tokens}
+            fields |= {"messages": asked, "max_tokens": max_tokens}
             fields["tools"] = [{"type": "function", "function": shape} for shape in shapes]
             named = {"type": "function", "function": named}
         else:
             fields |= {
-                "input": "hi",
+                "input": "hi" if image is None else asked,
                 "max_output_tokens": max_tokens,
                 "tools": [{"type": "function"} | s for s in shapes],
             }
@@ -111,16 +115,22 @@ class Asker:
 
     def _chat(self, stream: bool, fields: dict[str, Any]) -> Answer:
         if not stream:
-            choice = self.openai.chat.completions.create(**fields).choices[0]
+            document: Any = self.openai.chat.completions.create(**fields)
+            choice = document.choices[0]
             calls: list[Any] = choice.message.tool_calls or []
             return Answer(
                 getattr(choice.message, "reasoning_content", None) or "",
                 choice.message.content or "",
                 [(call.function.name, call.function.arguments) for call in calls],
                 choice.finish_reason,
+                image_counts(document.usage.prompt_tokens_details),
             )
-        out, found = Answer("", "", [], None), dict[int, list[str]]()
+        out, found = Answer("", "", [], None, (0, 0)), dict[int, list[str]]()
+        fields["stream_options"] = {"include_usage": True}
         for chunk in self.openai.chat.completions.create(**fields, stream=True):
+            if chunk.usage is not None:
+                out.images = image_counts(chunk.usage.prompt_tokens_details)
+                continue
             part = chunk.choices[0]
             out.reasoning += getattr(part.delta, "reasoning_content", None) or ""
             out.content += part.delta.content or ""
@@ -146,6 +156,7 @@ class Asker:
             "".join(block.text for block in kinds["text"]),
             [(block.name, json.dumps(block.input, ensure_ascii=False)) for block in kinds["tool_use"]],
             message.stop_reason,
+            image_counts(message.usage),
         )
 
     def _responses(self, stream: bool, fields: dict[str, Any]) -> Answer:
@@ -168,7 +179,24 @@ class Asker:
             response.output_text,
             [(item.name, item.arguments) for item in response.output if item.type == "function_call"],
             response.status,
+            image_counts(response.usage.input_tokens_details),
         )
+
+
+def image_counts(usage: Any) -> tuple[int, int]:
+    return usage.images, usage.image_tokens
+
+
+def image_parts(form: str, url: str) -> list[dict[str, Any]]:
+    """An image and a word, as a message of the protocol has them."""
+    if form == "responses":
+        return [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "?"}]
+    if form == "chat":
+        image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    else:
+        source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+        image = {"type": "image", "source": source}
+    return [image, {"type": "text", "text": "?"}]
 
 
 def served(llm: LLM) -> Iterator[Asker]:
@@ -184,7 +212,10 @@ def served(llm: LLM) -> Iterator[Asker]:
 def scripted() -> Iterator[Asker]:
     """A model that recites what `say` sets; every token that a mask forbids it to say, it draws at random."""
     llm = scripted_llm(RELEASED, "", max_cache_tokens=1 << 13)
-    llm.model.encode_images = lambda images: torch.zeros(0, 8)  # a server wants to know
+    width = RELEASED.hidden_size
+    llm.model.encode_images = lambda images: torch.zeros(
+        sum(image.plan.num_tokens for image in images), width, dtype=torch.bfloat16
+    )
     for asker in served(llm):
         asker.running.llm = llm  # type: ignore[attr-defined]
         yield asker
@@ -274,6 +305,64 @@ def test_a_required_call_comes_whatever_the_model_would_say(scripted: Asker, for
         assert name == "mark_depth"
         assert {"unit", "deep"} <= arguments.keys() <= SCHEMA["properties"].keys()
         assert answer.reason == CALLED[form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_required_call_about_an_image(scripted: Asker, form: str) -> None:
+    assert RELEASED.vision is not None
+    tokens = resize_plan(120, 90, RELEASED.vision).num_tokens
+
+    def calls(choice: str, text: str) -> list[tuple[str, Any]]:
+        say(scripted, text)
+        whole, streamed = (scripted(form, stream, choice, image=data_url(120, 90), seed=2) for stream in (False, True))
+        assert whole == streamed
+        assert (whole.content, whole.reason, whole.images) == ("", CALLED[form], (1, tokens))
+        return loaded(whole.calls)
+
+    willing = [("mark_depth", {"unit": "fathom", "deep": True}), ("wait", {})]
+    assert calls("required", markup(*willing)) == willing
+    ((name, arguments),) = calls("mark_depth", "A lead line.")
+    assert name == "mark_depth"
+    assert {"unit", "deep"} <= arguments.keys()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_namespaces_are_forced(scripted: Asker, stream: bool) -> None:
+    def function(name: str, **parameter: Any) -> Any:
+        schema = {"type": "object", "properties": {"p": parameter}, "required": ["p"], "additionalProperties": False}
+        return {"type": "function", "name": name, "parameters": schema}
+
+    def calls(choice: Any, **fields: Any) -> list[tuple[str | None, str, Any]]:
+        asked: Any = {"model": NAME, "input": "hi", "tools": tools, "tool_choice": choice, **fields}
+        asked["reasoning"] = {"effort": "none"}
+        response: Any
+        if stream:
+            events: list[Any] = list(scripted.openai.responses.create(**asked, stream=True))
+            response = events[-1].response
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            assert done == response.output
+        else:
+            response = scripted.openai.responses.create(**asked)
+        return [(item.namespace, item.name, json.loads(item.arguments)) for item in response.output]
+
+    lead = {"type": "namespace", "name": "lead", "description": "The lead line."}
+    log = {"type": "namespace", "name": "log", "description": "The log line."}
+    tools: list[Any] = [
+        {**lead, "tools": [function("read", enum=["fathom"]), function("heave", type="null")]},
+        {**log, "tools": [function("read", enum=["knot"])]},
+        function("read", enum=["mile"]),
+    ]
+    possible = [("lead", "read", "fathom"), ("lead", "heave", None), ("log", "read", "knot"), (None, "read", "mile")]
+    for namespace, name, value in possible:
+        whole = name if namespace is None else f"{namespace}::{name}"
+        say(scripted, "No.")
+        assert calls({"type": "function", "name": whole}) == [(namespace, name, {"p": value})]
+        ((space, found, arguments),) = calls("required", parallel_tool_calls=False)
+        assert (space, found, arguments["p"]) in possible
+    say(scripted, markup(("log::read", {"p": "knot"}), ("lead::heave", {"p": None})))
+    assert calls("required") == [("log", "read", {"p": "knot"}), ("lead", "heave", {"p": None})]
+    with pytest.raises(openai.BadRequestError, match=r"lead::read.*got 'heave'"):
+        calls({"type": "function", "name": "heave"})
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -135,6 +135,36 @@ def test_conversation_with_tools_goes_on(server: Running, client: openai.OpenAI,
         assert text.endswith(f"{turn}<｜User｜><tool_result>42</tool_result><｜Assistant｜><think>")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_namespaces_come_back_and_go_in_again(server: Running, client: openai.OpenAI, stream: bool) -> None:
+    function = {"type": "function", "name": "read", "description": "d", "parameters": {"type": "object"}}
+    lead = {"type": "namespace", "name": "lead", "description": "The lead line.", "tools": [function]}
+    asked: Any = {"model": NAME, "tools": [lead, function], "stream": stream}
+    calls = markup("lead::read", {"a": 1}).removesuffix(f"\n</{D} calls>")
+    calls += markup("read", {"b": 2}).partition("calls>")[2]
+    server.engine.script = "why</think>so" + calls
+
+    def ask(asked_input: Any) -> list[dict[str, Any]]:
+        found: Any = client.responses.create(input=asked_input, **asked)
+        response = list(found)[-1].response if stream else found
+        return [item.model_dump(exclude_none=True) for item in response.output]
+
+    items = ask("hi")
+    called = [item for item in items if item["type"] == "function_call"]
+    assert [(call.get("namespace"), call["name"]) for call in called] == [("lead", "read"), (None, "read")]
+    outputs = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": text}
+        for call, text in zip(called, ("seven", "eight"), strict=True)
+    ]
+    assert ask([{"role": "user", "content": "hi"}, *items, *outputs])[-1]["name"] == "read"
+    first, second = (server.engine.tokenizer.decode(request.token_ids) for request in server.engine.requests)
+    schemas = [json.loads(line) for line in first.splitlines() if line.startswith('{"name"')]
+    assert [schema["name"] for schema in schemas] == ["lead::read", "read"]
+    results = "<tool_result>seven</tool_result>\n\n<tool_result>eight</tool_result>"
+    turn = f"why</think>so{calls}<｜end▁of▁sentence｜><｜User｜>{results}<｜Assistant｜><think>"
+    assert second == first + turn
+
+
 @pytest.mark.parametrize("size", [(20, 16), (640, 420), (1000, 800), (2500, 2000)])
 def test_f34_images_are_not_dropped(server: Running, http: httpx.Client, size: tuple[int, int]) -> None:
     assert RELEASED.vision is not None

@@ -1,22 +1,30 @@
 """Speculation: the output distribution is the model's own, whatever the drafter proposes."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+from leadline.config.model import read_config
 from leadline.config.sampling import SamplingParams
+from leadline.engine.core import EngineCore
 from leadline.engine.request import Request
 from leadline.engine.sampler import Sampler, Want, draw
 from leadline.engine.speculate import Proposal, Speculation, StepRows, accept, accept_all, propose
 from leadline.errors import NumericsError, RequestError
 from leadline.model.step import Run
+from leadline.text.grammar import Grammar
+from leadline.text.tool_grammar import Tool
 from tests.support.fake_model import FakeConfig, FakeModel
+from tests.support.fake_text import byte_tokenizer
+from tests.support.scripted_llm import scripted_llm
 from tests.support.statistics import chi_square_p_value
 from tests.unit.engine_driver import generate
 
 pytestmark = pytest.mark.unit
 
+RELEASED = read_config(Path(__file__).parent.parent / "golden" / "released_config.json")
 MIN_P_VALUE = 1e-3  # fixed seeds; see test_sampler.py
 TRIALS = 3000
 
@@ -158,3 +166,89 @@ def test_same_seed_same_tokens_with_any_neighbours():
     (want,) = tokens_of(model, alone, Speculation()).values()
     got = tokens_of(model, alone, Speculation(), [[7, 7], [5], [6] * 50])
     assert got[1, 0] == want
+
+
+# Under a grammar ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_mask_holds_at_every_draft(temperature):
+    """Model and drafter agree on a token that the grammar forbids: it falls wherever it stands, all before it stay."""
+    tokenizer, config = byte_tokenizer()
+    grammar = Grammar.json_schema(tokenizer, {"type": "array", "items": {"enum": [1, 23]}})
+    right = [*tokenizer.encode("[1,23,1]"), tokenizer.eos_token_id]
+    (forbidden,) = tokenizer.encode("x")
+    rules = Sampler(SamplingParams(temperature=temperature, seed=3), 3)
+    for wrong in range(len(right)):
+        logits_LV = torch.zeros(len(right), config.vocab_size)
+        logits_LV[torch.arange(len(right)), torch.tensor(right)] = 400.0
+        logits_LV[wrong, forbidden] = 800.0
+        drafts = [*right[:wrong], forbidden, *right[wrong + 1 :]][:-1]
+        drawn = draw(logits_LV, [Want(row, rules, row) for row in range(len(drafts))])
+        proposal = Proposal(drafts, [weights_V for _, weights_V in drawn] if temperature else [])
+        matcher, fresh = grammar.matcher(False), grammar.matcher(False)
+        (tokens,) = accept_all(rows := StepRows(logits_LV), [accept(rules, rows, 0, proposal, 0, matcher)])
+        assert tokens == right[: wrong + 1]
+        for token in tokens:  # where the grammar stands does not tell of the rejected draft
+            fresh.advance(token)
+        assert torch.equal(matcher.mask(), fresh.mask())
+        assert matcher.is_done == fresh.is_done == (wrong >= len(right) - 2)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CALL = """
+
+<｜DSML｜ calls>
+<｜DSML｜ invoke name="f">
+<｜DSML｜ parameter name="a" string="false">{}</｜DSML｜ parameter>
+</｜DSML｜ invoke>
+</｜DSML｜ calls>"""
+
+
+@pytest.fixture(scope="module")
+def reciter():
+    return scripted_llm(RELEASED, "")
+
+
+@pytest.mark.parametrize("kind", ["json", "calls", "either"])
+def test_drafts_across_the_end_of_the_reasoning(reciter, kind):
+    """Drafts are made in the reasoning, and their last ones may already stand in the part that the grammar rules."""
+    tokenizer, model = reciter.tokenizer, reciter.model
+    if kind == "json":
+        grammar = Grammar.json_schema(tokenizer, SCHEMA)
+        right, *wrong = '{"a": -4}', '{"a": true}', "so"
+    else:
+        grammar = Grammar.tool_calls(tokenizer, [Tool("f", SCHEMA)], document=SCHEMA if kind == "either" else None)
+        right, *wrong = (CALL.replace("{}", "-4"), CALL.replace('"f"', '"g"'), "so")
+    think, end, eos = tokenizer.id_of("<think>"), tokenizer.id_of("</think>"), tokenizer.eos_token_id
+    prompt = [tokenizer.bos_token_id, model.assistant_id, think]
+
+    def tokens(most, speculation=None):
+        params = SamplingParams(temperature=0, max_tokens=most)
+        cache = model.new_cache(max_tokens=512, max_sequences=1)
+        core = EngineCore(model, cache, tokenizer=tokenizer, speculation=speculation)
+        core.add(Request(token_ids=prompt, params=params, grammar=grammar))
+        deltas = []
+        while core.has_work:
+            deltas += core.step()
+        stats = core.stats()
+        counted[0] += stats.drafted
+        counted[1] += stats.accepted
+        assert cache.num_free_slots == 1
+        return [delta.token_ids for delta in deltas]
+
+    counted, ruled = [0, 0], 0
+    for length, answer in itertools.product(range(1, 4), (right, *wrong)):  # every third draft is wrong
+        model.script = tokenizer.encode(" hm" * length + "</think>" + answer)
+        most = len(model.script) + 1 if answer == right else 16
+        plain = list(itertools.chain(*tokens(most)))
+        matcher = grammar.matcher(True)
+        for token in plain:
+            assert matcher.mask() is None or matcher.mask()[token]
+            matcher.advance(token)
+        assert (plain == [*model.script, eos]) == (answer == right)
+        steps = tokens(most, Speculation())
+        assert list(itertools.chain(*steps)) == plain
+        ruled = max(ruled, *(len(step) - 1 - step.index(end) for step in steps if end in step))
+    assert 0 < counted[1] < counted[0]
+    assert ruled == 2  # tokens behind the border that came with it: an accepted draft, and the model's own

@@ -59,6 +59,18 @@ TOOLS = [
     Tool("numbers", {"type": "object", "additionalProperties": {"type": "integer"}}),
     Tool("unnamed", {"type": "object", "required": ["k"], "properties": {}}),
     Tool("whole", {"$ref": "#/$defs/it", "$defs": {"it": {"type": "object", "properties": {"v": {"type": "null"}}}}}),
+    Tool(
+        "beside",  # keywords beside others
+        {
+            "properties": {
+                "ref": {"$ref": "#/$defs/text", "maxLength": 3},
+                "any": {"maxLength": 3, "anyOf": [{"type": "string"}, {"type": "null"}]},
+                "one": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+                "whole": {"type": "integer", "enum": [1, "two"]},
+            },
+            "$defs": {"text": {"type": "string", "minLength": 1}},
+        },
+    ),
     Tool("nothing said"),
 ]
 
@@ -197,6 +209,14 @@ HARD = 'a < b && c > "d" & \\ \' </ 深度思考 🤔👩‍👩‍👧 line\nbr
         ("numbers", {"x": 1}, True),
         ("numbers", {"x": "1"}, False),
         ("nothing said", {"x": None}, True),
+        ("beside", {"ref": "abc", "any": "abc", "one": "abc", "whole": 1}, True),
+        ("beside", {"any": None, "one": 4}, True),
+        ("beside", {"ref": "abcd"}, False),
+        ("beside", {"ref": ""}, False),
+        ("beside", {"any": "abcd"}, False),
+        ("beside", {"one": [1]}, False),
+        ("beside", {"one": "abcd"}, False),
+        ("beside", {"whole": "two"}, False),
     ],
 )
 def test_what_may_be_called(tokenizer: Tokenizer, name: str, arguments: dict[str, Any], expected: bool) -> None:
@@ -205,6 +225,18 @@ def test_what_may_be_called(tokenizer: Tokenizer, name: str, arguments: dict[str
     assert is_allowed(grammar, tokenizer, text) is expected
     if expected:
         assert read(tokenizer, text) == [("none", {}), (name, arguments)]
+
+
+@pytest.mark.parametrize("name", ["all_optional", "free"])
+def test_a_parameter_comes_once(tokenizer: Tokenizer, name: str) -> None:
+    """Where the schema names it; names that the request does not know cannot all be remembered."""
+    once, twice = (
+        f'{OPEN}<{D} invoke name="{name}">{parameter("a", "x")}{parameter("b", [1]) * count}\n</{D} invoke>{CLOSE}'
+        for count in (1, 2)
+    )
+    grammar = Grammar.tool_calls(tokenizer, TOOLS)
+    assert is_allowed(grammar, tokenizer, once)
+    assert is_allowed(grammar, tokenizer, twice) is (name == "free")
 
 
 def test_the_answer_is_the_block_and_nothing_else(tokenizer: Tokenizer, mark_id: int) -> None:
@@ -271,6 +303,14 @@ def test_a_document_instead_of_the_calls(tokenizer: Tokenizer) -> None:
         ('{"a": 1}' + right, False),
     ):
         assert is_allowed(grammar, tokenizer, text) is expected
+
+
+def test_a_document_must_be_followed_whole(tokenizer: Tokenizer) -> None:
+    """Unlike the schemas of tools, where what a mask cannot follow is passed over."""
+    unique = {"type": "array", "uniqueItems": True}
+    Grammar.tool_calls(tokenizer, [Tool("f", {"properties": {"a": unique}})])
+    with pytest.raises(RequestError, match="uniqueItems"):
+        Grammar.tool_calls(tokenizer, TOOLS, document=unique)
 
 
 def choices(depth: int) -> dict[str, Any]:
