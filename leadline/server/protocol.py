@@ -46,7 +46,7 @@ _TYPES: dict[Protocol, dict[str, tuple[str | None, ...]]] = {
         "input.content": ("input_text", "output_text", "input_image", "reasoning_text"),
         "input.output": ("input_text", "input_image"),
         "tools": ("function", "custom", "namespace"),
-        "tools.tools": ("function", "custom"),
+        "tools.tools": ("function",),
     },
 }  # fmt: skip
 _ECHO_FIELDS = ("instructions", "max_output_tokens", "temperature", "top_p", "user", "tools", "tool_choice", "text",
@@ -231,7 +231,8 @@ def _tool_choice(raw: Mapping[str, Any]) -> ToolChoice:
 def _tool_name(fields: Mapping[str, Any]) -> str:
     for inner in (fields.get("function"), fields.get("custom"), fields):
         if isinstance(inner, Mapping) and isinstance(name := inner.get("name"), str):
-            return name
+            space = fields.get("namespace")
+            return name if space is None else f"{space}::{name}"
     raise RequestError("tool_choice: expected the name of a tool")
 
 

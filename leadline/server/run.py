@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import h11
@@ -34,8 +35,16 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, which raises the signal again at the end: that would kill us before the cache is saved."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        """As uvicorn's, which raises the signal again at the end: that would kill us before the cache is saved. After a
+        second signal nothing drains any longer: answers that still run get the error."""
+        loop = asyncio.get_running_loop()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._service.stop(0.0)))
+            self.should_exit = True
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:

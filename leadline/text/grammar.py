@@ -151,14 +151,12 @@ class Matcher:
         self._think_end_id = think_end_id
         self._reasoning_V = reasoning_V
         self._in_reasoning = think_end_id is not None
-        self._num_reasoning = 0  # tokens up to and with </think>
-        self._num_ruled = 0
-        self._num_ends = 0  # the library does not count end tokens, so it never sees them
+        self._has_ended = False  # the library never sees end tokens
 
     @property
     def is_done(self) -> bool:
         """Only the end token may follow. An answer that could also go on, like the number 12, is not done."""
-        return self._num_ends > 0 or (not self._in_reasoning and self._ruled.is_stopped())
+        return self._has_ended or (not self._in_reasoning and self._ruled.is_stopped())
 
     @property
     def is_free(self) -> bool:
@@ -172,7 +170,7 @@ class Matcher:
         """
         if self._in_reasoning:
             return self._reasoning_V
-        if self._num_ends:
+        if self._has_ended:
             mask_V = torch.zeros(self._vocab_size, dtype=torch.bool)
             mask_V[self._eos_id] = True
             return mask_V
@@ -186,37 +184,14 @@ class Matcher:
         Raises: RequestError if `mask` forbids it; nothing has changed then. As `mask` otherwise.
         """
         if self._in_reasoning and (self._reasoning_V is None or self._reasoning_V[token_id]):
-            self._num_reasoning += 1
             self._in_reasoning = token_id != self._think_end_id
         elif self._in_reasoning:
             raise RequestError(f"token {token_id} cannot follow in this reasoning; draw tokens under the mask")
-        elif token_id == self._eos_id and (self._num_ends or self._ruled.is_accepting()):
-            self._num_ends += 1
-        elif token_id != self._eos_id and not self._num_ends and self._ruled.try_consume_tokens([token_id]):
-            self._num_ruled += 1
-        else:
+        elif token_id == self._eos_id and (self._has_ended or self._ruled.is_accepting()):
+            self._has_ended = True
+        elif token_id == self._eos_id or self._has_ended or not self._ruled.try_consume_tokens([token_id]):
             self._check()
             raise RequestError(f"token {token_id} cannot follow in this answer; draw tokens under the mask")
-
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens: everything is as if they had never come.
-
-        Raises: RequestError if there were not so many.
-        """
-        total = self._num_reasoning + self._num_ruled + self._num_ends
-        if not 0 <= count <= total:
-            raise RequestError(f"expected 0 to {total} tokens to take back, got {count}")
-        ends = min(count, self._num_ends)
-        inside = min(count - ends, self._num_ruled)
-        before = count - ends - inside
-        self._num_ends -= ends
-        self._num_ruled -= inside
-        self._num_reasoning -= before
-        if inside:
-            self._ruled.rollback(inside)
-            self._check()
-        if before:  # the last token of the reasoning is its end, so it is open again
-            self._in_reasoning = True
 
     def _check(self) -> None:
         if self._ruled.is_error():

@@ -159,6 +159,19 @@ def log_after_the_end(child: subprocess.Popen[str], seconds: float) -> str:
     return log
 
 
+@pytest.mark.tiny
+def test_a_second_signal_ends_the_draining() -> None:
+    with process("--drain-timeout", "20") as (child, url, _):
+        with streaming(url, 4000) as streams:
+            child.send_signal(signal.SIGTERM)
+            wait_until_refused(url)
+            child.send_signal(signal.SIGINT)
+            for lines in streams.values():
+                error = json.loads(lines.result(10)[-1].removeprefix("data: "))["error"]
+                assert error["message"] == "engine: it has stopped before the answer ended; ask again later"
+        assert log_after_the_end(child, 10).count("finish=cancelled") == len(STREAMS)
+
+
 @pytest.fixture(scope="module")
 def cache_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache") / "prefixes"
@@ -172,16 +185,16 @@ def test_sigterm_drains_kill_leaves_nothing_behind_and_restarts_hit(cache_file: 
     with process(*options) as (child, url, _):
         first = httpx.post(url + "/v1/completions", json=body, timeout=60).json()
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        with streaming(url, 40) as streams:
+        with streaming(url, 80) as streams:
             child.send_signal(signal.SIGTERM)
             wait_until_refused(url)
             ends = {path: lines.result()[-1] for path, lines in streams.items()}
         assert ends["/v1/chat/completions"] == ends["/v1/completions"] == "data: [DONE]"
         assert ends["/v1/messages"] == 'data: {"type": "message_stop"}'
         response = json.loads(ends["/v1/responses"].removeprefix("data: "))
-        assert (response["type"], response["response"]["usage"]["output_tokens"]) == ("response.incomplete", 40)
-        log = log_after_the_end(child, 20)
-        assert log.count("finish=length") == log.count(" completion_tokens=40 ") == len(STREAMS)
+        assert (response["type"], response["response"]["usage"]["output_tokens"]) == ("response.incomplete", 80)
+        ended = re.findall("finish=length .* completion_tokens=80 ", log_after_the_end(child, 20))
+        assert len(ended) == len(STREAMS)
     assert cache_file.exists()
     port = url.rpartition(":")[2]
     for is_killed in (True, False):

@@ -356,7 +356,8 @@ def test_tools_of_namespaces_are_forced(scripted: Asker, stream: bool) -> None:
     for namespace, name, value in possible:
         whole = name if namespace is None else f"{namespace}::{name}"
         say(scripted, "No.")
-        assert calls({"type": "function", "name": whole}) == [(namespace, name, {"p": value})]
+        for choice in ({"name": whole}, {"name": name, "namespace": namespace}):
+            assert calls({"type": "function", **choice}) == [(namespace, name, {"p": value})]
         ((space, found, arguments),) = calls("required", parallel_tool_calls=False)
         assert (space, found, arguments["p"]) in possible
     say(scripted, markup(("log::read", {"p": "knot"}), ("lead::heave", {"p": None})))

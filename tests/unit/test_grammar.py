@@ -105,7 +105,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def walk(tokenizer: Tokenizer, matcher: Matcher, rng: random.Random) -> list[int]:
-    """Uniform choices among the allowed ids, now and then some taken back; the ids before the end token."""
+    """Uniform choices among the allowed ids; the ids before the end token."""
     eos = tokenizer.eos_token_id
     closing = [eos] + [plain(tokenizer, text)[0] for text in ('"', "}", "]", ":", "0")]
     forbidden = torch.tensor(sorted(tokenizer.control_token_ids - {eos}))
@@ -124,10 +124,6 @@ def walk(tokenizer: Tokenizer, matcher: Matcher, rng: random.Random) -> list[int
         if token_id == eos:
             return ids
         ids.append(token_id)
-        if step < FREE_TOKENS and rng.random() < 0.1:
-            back = rng.randint(1, min(5, len(ids)))
-            matcher.rollback(back)
-            del ids[len(ids) - back :]
     raise AssertionError(f"no end after {MOST_TOKENS} tokens")
 
 
@@ -162,28 +158,6 @@ def test_the_end_is_allowed_exactly_when_the_document_is_complete(tokenizer: Tok
     assert not matcher.is_done
 
 
-def test_rollback_equals_never_having_advanced(tokenizer: Tokenizer) -> None:
-    grammar = Grammar.json_schema(tokenizer, PERSON)
-    right = plain(tokenizer, '{"name": "Zoë", "home": {"city": "Wien"}}')
-    others = plain(tokenizer, '{"name": "x\\n\u20ac", "age": 7, "home": {}')
-    for start in range(0, len(right) + 1, 1 if tokenizer.vocab_size < 1000 else 3):
-        fresh, used = grammar.matcher(False), grammar.matcher(False)
-        feed(fresh, right[:start])
-        feed(used, right[:start])
-        count = 0
-        for token_id in [*right[start:], tokenizer.eos_token_id] if start % 2 else others[start:]:
-            if token_id not in allowed(used):
-                break
-            used.advance(token_id)
-            count += 1
-        used.rollback(count)
-        assert allowed(used) == allowed(fresh)
-        assert used.is_done == fresh.is_done
-        feed(used, [*right[start:], tokenizer.eos_token_id])
-        used.rollback(len(right) + 1)
-        assert allowed(used) == allowed(grammar.matcher(False))
-
-
 def test_matchers_of_one_grammar_are_independent(tokenizer: Tokenizer) -> None:
     grammar = Grammar.json_schema(tokenizer, None)
     first, second = grammar.matcher(False), grammar.matcher(False)
@@ -206,18 +180,7 @@ def test_reasoning_is_free_and_the_json_begins_behind_it(released: Tokenizer) ->
     assert allowed(matcher) == allowed(fresh)
     assert think_end not in allowed(matcher)
     feed(matcher, document)
-    # Back over every border: behind the end, inside the JSON, at its start, behind and before </think>.
-    for back in range(len(document) + 4):
-        matcher.rollback(back)
-        if back > len(document):
-            assert matcher.mask() is None
-            feed(matcher, [*thought, think_end][len(thought) + 1 + len(document) - back :])
-        else:
-            fresh = grammar.matcher(False)
-            feed(fresh, document[: len(document) - back])
-            assert allowed(matcher) == allowed(fresh)
-        feed(matcher, document[max(0, len(document) - back) :])
-        assert matcher.is_done
+    assert matcher.is_done
 
 
 def test_refused_moves_change_nothing(released: Tokenizer) -> None:
@@ -229,9 +192,6 @@ def test_refused_moves_change_nothing(released: Tokenizer) -> None:
     for token_id in (released.eos_token_id, think_end, released.id_of("}")):
         with pytest.raises(RequestError, match="cannot follow"):
             matcher.advance(token_id)  # type: ignore[arg-type]
-    for count in (-1, 100):
-        with pytest.raises(RequestError, match="take back"):
-            matcher.rollback(count)
     assert allowed(matcher) == before
     feed(matcher, plain(released, ', "home": {"city": "b"}}'))
     with pytest.raises(RequestError, match="cannot follow"):
