@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +19,7 @@ from leadline.engine.thread import AsyncEngine
 from leadline.errors import LeadlineError
 from leadline.llm import LLM
 from leadline.server.run import run
-from leadline.server.service import Progress, ServedModel, Service
+from leadline.server.service import LOADER, Progress, ServedModel, Service
 from leadline.server.settings import ServerSettings
 
 _DEFAULTS = ServerSettings()
@@ -47,8 +49,8 @@ def serve(
         list[str] | None, typer.Option(help="Name for requests; repeat for several.", show_default="the model word")
     ] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="LEADLINE_API_KEY", help="Key that requests must carry.", show_default=False)
-    ] = "",
+        str | None, typer.Option(envvar="LEADLINE_API_KEY", help="Key that requests must carry.", show_default=False)
+    ] = None,
     engine: EngineOptions,
     host_cache_mib: Annotated[
         int, typer.Option(min=0, help="Host memory for what the cache of past sequences gives up.")
@@ -86,16 +88,21 @@ def serve(
         options.note(options.RANDOM_MODEL.format("MODEL"))
     settings = ServerSettings(
         names=tuple(served_model_name or [model or "leadline"]),
-        api_key=api_key or None,
+        api_key=api_key,
         max_body_bytes=max_body_mib << 20,
         max_images=max_images,
-        max_n=min(_DEFAULTS.max_n, engine.max_waiting),  # more could never wait together
+        max_n=min(_DEFAULTS.max_n, engine.max_waiting),
+        max_answers=engine.max_waiting,  # more could never wait together
         read_seconds=read_timeout,
         image_urls=image_urls,
         request_seconds=request_timeout,
         drain_seconds=drain_timeout,
         log_prompts=log_prompts,
     )
+    if not api_key and (api_key is not None or "LEADLINE_API_KEY" in os.environ):
+        raise LeadlineError("api_key: expected a key, got an empty text; leave option and variable out to need none")
+    if cache_file is not None and not engine.max_snapshots:
+        raise LeadlineError("cache_file: expected none with max_snapshots 0, as there is no prefix cache; raise it")
     if cache_file is not None and (cache_file.is_dir() or not cache_file.parent.is_dir()):
         raise LeadlineError(f"cache_file: expected a file in a folder that exists, got {str(cache_file)!r}")
     loaded: list[LLM] = []
@@ -117,6 +124,8 @@ def serve(
         return served_model(llm)
 
     run(Service(settings, load), host, port)
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        os._exit(0)  # told to stop while it loads: the thread would crash in the library that it is in
     if cache_file is not None and loaded:
         loaded[0].save_prefixes(cache_file)
 

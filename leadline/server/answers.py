@@ -278,32 +278,30 @@ class CompletionAnswers:
         return {**self._head, "choices": choices, "usage": self.usage.openai()}
 
     def _choice(self, index: int, deltas: list[Delta], offset: int) -> dict[str, Any]:
-        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
         return {
             "index": index,
             "text": "".join(delta.text for delta in deltas),
-            "logprobs": self._logprobs(entries, offset) if deltas[-1].logprobs is not None else None,
+            "logprobs": self._logprobs(deltas, offset) if deltas[-1].logprobs is not None else None,
             "finish_reason": deltas[-1].finish_reason,
             "stop_reason": deltas[-1].stop_reason,
         }
 
-    def _logprobs(self, entries: list[list[Logprob]], offset: int) -> dict[str, Any]:
-        texts = self._tokenizer.decode_each([entry[0].token_id for entry in entries])
-        tops = []
-        offsets = []
-        for text, entry in zip(texts, entries, strict=True):
-            # The sampled token is among them also where it is not one of the most likely, as in OpenAI's answers.
-            ranked = sorted(entry, key=lambda item: item.rank)
-            names = self._tokenizer.decode_each([item.token_id for item in ranked])
-            tops.append({name: _finite(item.logprob) for name, item in zip(names, ranked, strict=True)})
-            offsets.append(offset)
-            offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(entry[0].logprob) for entry in entries],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+    def _logprobs(self, deltas: list[Delta], offset: int) -> dict[str, Any]:
+        """offset: characters of text before the first of the deltas. A token lies in the text of its delta, whatever it
+        spells: marks that are hidden, and characters that only a later token completes, have none."""
+        texts, values, tops, offsets = [], [], [], []
+        for delta in deltas:
+            place, offset = offset, offset + len(delta.text)
+            for entry in delta.logprobs or ():
+                # The sampled token is among them also where it is not one of the most likely, as in OpenAI's answers.
+                ranked = sorted(entry, key=lambda item: item.rank)
+                names = self._tokenizer.decode_each([item.token_id for item in (entry[0], *ranked)])
+                tops.append({name: _finite(item.logprob) for name, item in zip(names[1:], ranked, strict=True)})
+                texts.append(names[0])
+                values.append(_finite(entry[0].logprob))
+                offsets.append(min(place, offset))
+                place += len(names[0])
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 Answers = ChatAnswers | MessagesAnswers | ResponsesAnswers | CompletionAnswers

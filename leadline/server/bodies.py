@@ -1,12 +1,16 @@
 """The request bodies as their schemas. The insides of messages, tools and input items are only outlined here: their
-types are checked in `protocol.py`, the rest by deepseek-recipe. Fields that no schema names are ignored.
+types are checked in `protocol.py`, the rest by deepseek-recipe. Fields that no schema names are ignored, unless
+`refuse_unsupported` knows them.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from leadline.errors import RequestError
 
 T = TypeVar("T")
 
@@ -27,7 +31,10 @@ class Body(Part):
 
 
 class SamplingBody(Body):
-    """Sampling values under their OpenAI and vLLM names; None and absence mean the default."""
+    """Sampling values under their OpenAI and vLLM names; None and absence mean the default. Fields that no schema names
+    are kept for `refuse_unsupported`."""
+
+    model_config = ConfigDict(extra="allow")  # of several bases the last one decides
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -42,21 +49,34 @@ class SamplingBody(Body):
     stream: bool | None = None
 
 
-class Unsupported(Part):
-    """Fields that change an answer elsewhere and that are not there: only their neutral values are taken."""
-
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    echo: Literal[False] | None = None
-
-
 class Kept(Part):
     """What OpenAI keeps with an answer. Nothing is kept here, so that only the types matter."""
 
     user: str | None = None
     store: bool | None = None
     metadata: Object | None = None
+
+
+# Fields that change an answer elsewhere, or in another protocol, and not here, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "length_penalty"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "best_of", "n"), (1,)),
+    **dict.fromkeys(("echo", "continue_final_message", "use_beam_search", "background"), (False,)),
+    **dict.fromkeys(("functions", "bad_words", "mcp_servers", "stop", "stop_sequences"), ([],)),
+    **dict.fromkeys(("function_call", "prediction", "web_search_options", "chat_template", "prompt_logprobs",
+                     "truncate_prompt_tokens", "allowed_token_ids", "guided_json", "guided_regex", "guided_choice",
+                     "guided_grammar", "structured_outputs", "max_tool_calls", "max_tokens", "max_completion_tokens",
+                     "max_output_tokens", "response_format"), ()),
+    "suffix": ("",), "modalities": (["text"],), "logit_bias": ({},), "top_logprobs": (0,),
+}  # fmt: skip
+
+
+def refuse_unsupported(body: SamplingBody) -> None:
+    """Raises: RequestError for a field that would be ignored although it changes what is meant."""
+    for name, value in (body.model_extra or {}).items():
+        if value is not None and value not in _UNSUPPORTED.get(name, (value,)):
+            neutral = "".join(f"{json.dumps(one)} or " for one in _UNSUPPORTED[name])
+            raise RequestError(f"{name}: expected {neutral}nothing, as it is not supported here; got {value!r:.80}")
 
 
 class StreamOptions(Part):
@@ -112,7 +132,7 @@ class ChatOptions(Body):
     chat_template_kwargs: TemplateOptions | None = None
 
 
-class ChatBody(ChatOptions, SamplingBody, Unsupported, Kept):
+class ChatBody(ChatOptions, Kept, SamplingBody):
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     response_format: ResponseFormat | None = None
     max_tokens: Count | None = None
@@ -124,7 +144,7 @@ class ChatBody(ChatOptions, SamplingBody, Unsupported, Kept):
     stream_options: StreamOptions | None = None
 
 
-class CompletionBody(SamplingBody, Unsupported, Kept):
+class CompletionBody(Kept, SamplingBody):
     prompt: str | Many[str] | Many[TokenId] | Many[Many[TokenId]]
     max_tokens: Count | None = None
     n: Count | None = None
@@ -132,8 +152,6 @@ class CompletionBody(SamplingBody, Unsupported, Kept):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
 
 
 class OutputFormat(Part):
@@ -180,7 +198,7 @@ class TextConfig(Part):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesBody(SamplingBody, Kept):
+class ResponsesBody(Kept, SamplingBody):
     input: Content
     instructions: str | None = None
     tools: Many[Object] | None = None

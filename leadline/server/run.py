@@ -54,8 +54,17 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logger.info("stopping drain_seconds=%g", self._service.settings.drain_seconds)
         stopping = asyncio.ensure_future(self._service.stop(self._service.settings.drain_seconds))
+        cutting = asyncio.ensure_future(self._cut(stopping))
         await super().shutdown(sockets)
         await stopping
+        cutting.cancel()
+
+    async def _cut(self, stopping: asyncio.Future[None]) -> None:
+        """Hang up on clients that have not read their answer, or sent their request, some time after the end of all."""
+        await asyncio.wait((stopping,))
+        await asyncio.sleep(_GRACE_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class _Protocol(H11Protocol):
@@ -124,7 +133,7 @@ def server_config(service: Service, host: str, port: int) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEAD,
-        timeout_graceful_shutdown=int(service.settings.drain_seconds + _GRACE_SECONDS),
+        timeout_graceful_shutdown=int(service.settings.drain_seconds + 2 * _GRACE_SECONDS),
     )
 
 

@@ -42,6 +42,7 @@ from leadline.text.tokenizer import Tokenizer
 Progress = Callable[[int, int], None]
 logger = logging.getLogger("leadline.server")
 
+LOADER = "load"  # name of the thread
 _MAX_PROMPTS = 128  # of one request to /v1/completions
 _COMPLETION_TOKENS = 16  # OpenAI's default for legacy completions
 _KEEP_ALIVE_SECONDS = 15.0
@@ -116,7 +117,7 @@ class Service:
             with suppress(RuntimeError):  # the loop is gone: nobody waits any more
                 loop.call_soon_threadsafe(self._take, loaded)
 
-        threading.Thread(target=load, name="load", daemon=True).start()
+        threading.Thread(target=load, name=LOADER, daemon=True).start()
 
     async def loaded(self) -> None:
         """Wait until the model is there. Raises: what loading raised."""
@@ -168,6 +169,7 @@ class Service:
     ) -> Job:
         """A request of one of the chat protocols, rendered and with its images read."""
         started = time.perf_counter()
+        bodies.refuse_unsupported(body)
         name, model = self.check_model_name(body.model), self.ready_model()
         n, params = self._chat_params(body)
         wish = await asyncio.to_thread(read_wish, protocol, raw)
@@ -197,6 +199,7 @@ class Service:
     async def completion_job(self, body: bodies.CompletionBody, request_id: str) -> Job:
         """A request of legacy Completions, for one prompt or several."""
         started = time.perf_counter()
+        bodies.refuse_unsupported(body)
         name, model = self.check_model_name(body.model), self.ready_model()
         n = self._checked_n(body.n)
         params = sampling_params(
@@ -209,6 +212,8 @@ class Service:
         prompts: Sequence[Any] = [given] if is_one else given
         if not 1 <= len(prompts) <= _MAX_PROMPTS:
             raise RequestError(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, got {len(prompts)}")
+        if n * len(prompts) > (most := self.settings.max_answers):
+            raise RequestError(f"prompt: expected at most {most} answers in all, got {len(prompts)} prompts times {n}")
 
         def encode(prompt: str | list[int], field: str) -> list[int]:
             if not isinstance(prompt, str):

@@ -38,6 +38,7 @@ _OPTIONS: dict[str, Any] = {
 # Schemas of tools are written for people too: what a mask cannot follow is passed over there, as in unmasked calls.
 _TOOL_OPTIONS = {**_OPTIONS, "lenient": True}
 ANY_OBJECT = {"type": "object"}
+MAX_OPTIONAL = 100  # properties of an object that may be left out: masks get slow, and from some 500 on there are none
 
 
 class Grammar:
@@ -76,6 +77,7 @@ class Grammar:
             compiled = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)  # type: ignore[arg-type]
         except (TypeError, ValueError, RecursionError) as error:
             raise _refused("response_format", f"expected a JSON Schema, got one that is no JSON: {error}") from None
+        _check_optional("response_format", schema)
         return cls(tokenizer, _started(tokenizer, compiled, "response_format"))
 
     @classmethod
@@ -100,6 +102,10 @@ class Grammar:
         mark_id = tokenizer.id_of("｜DSML｜") if tokenizer.has_control_tokens else None
         if not tools or mark_id is None:
             raise _refused("tools", "expected at least one, and a vocabulary with V4.1's control tokens")
+
+        for tool in tools:
+            _check_optional(f"tools: {tool.name}", tool.parameters)
+        _check_optional("response_format", document)
 
         def compiled(some: Sequence[Tool], start: str) -> str:
             try:
@@ -228,6 +234,24 @@ def _started(tokenizer: Tokenizer, compiled: str, field: str) -> LLMatcher:
     if first.is_error():
         raise _refused(field, "the JSON Schema allows no document; it may refer to itself without an end")
     return start
+
+
+def _check_optional(field: str, schema: Any) -> None:
+    """Refuse objects with more than `MAX_OPTIONAL` properties that are not required."""
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Mapping):
+            properties, required = part.get("properties"), part.get("required")
+            if isinstance(properties, Mapping):
+                names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+                if (count := len(set(properties).difference(names))) > MAX_OPTIONAL:
+                    raise _refused(
+                        field, f"expected at most {MAX_OPTIONAL} properties that are not required, got {count}"
+                    )
+            stack += part.values()
+        elif isinstance(part, list):
+            stack += part
 
 
 def _refused(field: str, reason: str) -> RequestError:

@@ -10,8 +10,12 @@ import httpx
 import openai
 import pytest
 
+from leadline.engine.request import Delta
+from leadline.engine.sampler import Logprob
+from leadline.server.answers import CompletionAnswers, Usage
 from tests.server.serving import NAME, Running
 from tests.server.test_clients import TOOL, data_url
+from tests.support.fake_text import byte_tokenizer
 from tests.support.load import metrics
 
 pytestmark = pytest.mark.tiny
@@ -149,3 +153,19 @@ def test_f36_images_are_counted_in_usage_and_log(talk: Any, caplog: pytest.LogCa
         assert f" images={count['images']} image_tokens={count['image_tokens']} " in line
         assert f" cached_tokens={cached(answer)} " in line
     assert "secret" not in caplog.text
+
+
+def test_tokens_lie_in_the_text_that_they_gave() -> None:
+    """Equal in a stream and as a whole, also where a token is hidden or only begins a character."""
+    tokenizer, _ = byte_tokenizer()
+    steps = [([70], "C"), ([200], ""), ([71], "éD"), ([5], ""), ([72, 73], "EF"), ([74], "")]
+    answers = CompletionAnswers(tokenizer, "cmpl-1", "m", Usage(1), 1)
+    offsets = []
+    for ids, text in steps:
+        logprobs = [[Logprob(token_id, -1.0, 1)] for token_id in ids]
+        delta = Delta(request=0, sample=0, token_ids=ids, text=text, logprobs=logprobs)
+        (event,) = answers.feed(0, delta)
+        assert not isinstance(event.data, str)
+        offsets += event.data["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 3, 3, 4, 5]
+    assert answers.document()["choices"][0]["logprobs"]["text_offset"] == offsets

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,7 +55,8 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.drain_seconds, settings.request_seconds, settings.max_images) == (3, 9, 1)
     assert settings.log_prompts
     assert "'k'" not in repr(settings)
-    CliRunner().invoke(cli_main.app, ["serve"], env={"LEADLINE_API_KEY": ""})
+    monkeypatch.delenv("LEADLINE_API_KEY", raising=False)
+    CliRunner().invoke(cli_main.app, ["serve"])
     service, host, port = ran[1]
     assert (service.settings.names, service.settings.api_key) == (("leadline",), None)
     assert (host, port) == ("127.0.0.1", 8000)
@@ -161,15 +163,39 @@ def log_after_the_end(child: subprocess.Popen[str], seconds: float) -> str:
 
 @pytest.mark.tiny
 def test_a_second_signal_ends_the_draining() -> None:
+    """A client that never sends the rest of its request is cut off a little later."""
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"
     with process("--drain-timeout", "20") as (child, url, _):
-        with streaming(url, 4000) as streams:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        with socket.create_connection(address) as late, streaming(url, 4000) as streams:
+            late.sendall(half)
             child.send_signal(signal.SIGTERM)
             wait_until_refused(url)
             child.send_signal(signal.SIGINT)
             for lines in streams.values():
                 error = json.loads(lines.result(10)[-1].removeprefix("data: "))["error"]
                 assert error["message"] == "engine: it has stopped before the answer ended; ask again later"
-        assert log_after_the_end(child, 10).count("finish=cancelled") == len(STREAMS)
+            log = log_after_the_end(child, 10)
+        assert log.count("finish=cancelled") == len(STREAMS)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("options", "env", "message"),
+    [
+        (["--api-key", ""], None, "--api-key: expected a key, got an empty text"),
+        ([], "", "--api-key: expected a key, got an empty text"),
+        (["--cache-file", "x", "--max-snapshots", "0"], None, "--cache-file: expected none with max_snapshots 0"),
+    ],
+)
+def test_options_that_would_mislead_are_refused_at_the_start(
+    options: list[str], env: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leadline.cli.serve.run", lambda *_: None)
+    monkeypatch.setattr("logging.basicConfig", lambda **_: None)
+    if env is not None:
+        monkeypatch.setenv("LEADLINE_API_KEY", env)
+    assert str(CliRunner().invoke(cli_main.app, ["serve", *options]).exception).startswith(message)
 
 
 @pytest.fixture(scope="module")
