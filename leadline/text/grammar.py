@@ -67,8 +67,9 @@ class Grammar:
         an answer may end without a word of JSON.
 
         Raises:
-            RequestError: the schema is not valid, allows nothing, is too large, or uses a keyword that is not
-                supported; the message names response_format and the reason.
+            RequestError: the schema is not valid, allows nothing, is too large, has more than `MAX_OPTIONAL` optional
+                properties in one object, or uses a keyword that is not supported; the message names response_format
+                and the reason.
         """
         if schema is not None and not isinstance(schema, dict):
             raise _refused("response_format", f"expected a JSON Schema as an object, got {type(schema).__name__}")
@@ -102,10 +103,9 @@ class Grammar:
         mark_id = tokenizer.id_of("｜DSML｜") if tokenizer.has_control_tokens else None
         if not tools or mark_id is None:
             raise _refused("tools", "expected at least one, and a vocabulary with V4.1's control tokens")
-
         for tool in tools:
             _check_optional(f"tools: {tool.name}", tool.parameters)
-        _check_optional("response_format", document)
+        _check_optional("tools", document)
 
         def compiled(some: Sequence[Tool], start: str) -> str:
             try:

@@ -158,7 +158,7 @@ def test_f36_images_are_counted_in_usage_and_log(talk: Any, caplog: pytest.LogCa
 def test_tokens_lie_in_the_text_that_they_gave() -> None:
     """Equal in a stream and as a whole, also where a token is hidden or only begins a character."""
     tokenizer, _ = byte_tokenizer()
-    steps = [([70], "C"), ([200], ""), ([71], "éD"), ([5], ""), ([72, 73], "EF"), ([74], "")]
+    steps = [([70], "C"), ([200], ""), ([71], "éD"), ([5], ""), ([72, 73], "EF"), ([5, 74], "G")]
     answers = CompletionAnswers(tokenizer, "cmpl-1", "m", Usage(1), 1)
     offsets = []
     for ids, text in steps:
@@ -167,5 +167,5 @@ def test_tokens_lie_in_the_text_that_they_gave() -> None:
         (event,) = answers.feed(0, delta)
         assert not isinstance(event.data, str)
         offsets += event.data["choices"][0]["logprobs"]["text_offset"]
-    assert offsets == [0, 1, 1, 3, 3, 4, 5]
+    assert offsets == [0, 1, 1, 3, 3, 4, 5, 6]
     assert answers.document()["choices"][0]["logprobs"]["text_offset"] == offsets
