@@ -158,7 +158,7 @@ def test_f36_images_are_counted_in_usage_and_log(talk: Any, caplog: pytest.LogCa
 def test_tokens_lie_in_the_text_that_they_gave() -> None:
     """Equal in a stream and as a whole, also where a token is hidden or only begins a character."""
     tokenizer, _ = byte_tokenizer()
-    steps = [([70], "C"), ([200], ""), ([71], "éD"), ([5], ""), ([72, 73], "EF"), ([5, 74], "G")]
+    steps = [([70], "C"), ([200], ""), ([71], "éD"), ([5], ""), ([72, 73], "EF"), ([0, 74], "G")]
     answers = CompletionAnswers(tokenizer, "cmpl-1", "m", Usage(1), 1)
     offsets = []
     for ids, text in steps:
