@@ -24,8 +24,14 @@ from leadline.ops.linear import Weight
 WeightsChoice = Literal["auto", "dense", "packed"]
 Progress = Callable[[int, int], None]  # bytes taken so far, bytes to take; Engram tables, which stay mapped, excluded
 
-_NAN_SCALE = 255
-_SCAN_BYTES = 1 << 26  # of a table's scales checked at a time
+# A number with all of these bits set is NaN or infinite; every byte of an I8 tensor is two finite numbers.
+_NOT_FINITE = {
+    torch.float8_e8m0fnu: (torch.uint8, 0xFF),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+_SCAN_BYTES = 1 << 26  # checked at a time
 _COPIED_BYTES = 1 << 20  # below this a view of the file saves nothing: pages hold other tensors too
 
 
@@ -64,7 +70,12 @@ class WeightSource:
         self.is_dense = weights == "dense" or (weights == "auto" and fits)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Takes an unquantised tensor under its full name, in its stored type or in `dtype`, on the source's device."""
+        """Takes an unquantised tensor under its full name, in its stored type or in `dtype`, on the source's device.
+
+        Raises: CheckpointError for NaN and infinity.
+        """
+        self._spec(name)
+        _refuse_not_finite(*self._found[name], name)
         result = self._keep(name, dtype)
         self._mark(name)
         return result
@@ -72,14 +83,15 @@ class WeightSource:
     def linear(self, name: str) -> Weight:
         """Takes a projection: `name`.weight and, if it is quantised, `name`.scale.
 
-        Raises: CheckpointError for a NaN scale.
+        Raises: CheckpointError for NaN and infinity among weights or scales.
         """
         kind = self._spec(f"{name}.weight").dtype
         if kind == "BF16":
             return Weight.from_bf16(self.tensor(f"{name}.weight"))
         names = (f"{name}.weight", f"{name}.scale")
         shards = [self._found[part] for part in names]
-        _refuse_nan_scales(*shards[1], names[1])
+        for part, (shard, key) in zip(names, shards, strict=True):
+            _refuse_not_finite(shard, key, part)
         if self.is_dense:  # straight from the mapped bytes, without a copy of them
             codes, scale = (shard.view(key).to(self._device) for shard, key in shards)
         else:
@@ -96,11 +108,11 @@ class WeightSource:
     def table(self, name: str) -> EngramTable:
         """Takes an Engram table. It stays where it is, mapped from the file or in memory; only its scales are read.
 
-        Raises: CheckpointError for a NaN scale.
+        Raises: CheckpointError for a NaN scale. NaN values show when their row is looked up.
         """
         names = (f"{name}.weight", f"{name}.scale")
         (values, values_key), (scales, scales_key) = (self._found[part] for part in names)
-        _refuse_nan_scales(scales, scales_key, names[1])
+        _refuse_not_finite(scales, scales_key, names[1])
         values.expect_random_access(values_key)
         scales.expect_random_access(scales_key)
         self._mark(*names)
@@ -201,11 +213,14 @@ def match_tensors(expected: dict[str, TensorSpec], shards: Iterable[AnyShard]) -
     return found
 
 
-def _refuse_nan_scales(shard: AnyShard, key: str, name: str) -> None:
-    codes = shard.view(key).view(torch.uint8)
-    rows = max(1, _SCAN_BYTES // codes.shape[1])
-    for start in range(0, codes.shape[0], rows):
-        if (codes[start : start + rows] == _NAN_SCALE).any():
-            raise CheckpointError(f"{shard.label}: {name}: holds a NaN scale (E8M0 code 255); download the file again")
-        if codes.shape[0] > rows:
-            shard.release(key)
+def _refuse_not_finite(shard: AnyShard, key: str, name: str) -> None:
+    values = shard.view(key)
+    if values.dtype not in _NOT_FINITE:
+        return
+    bits, mask = _NOT_FINITE[values.dtype]
+    numbers = values.view(bits).view(-1)
+    step = _SCAN_BYTES // bits.itemsize
+    for start in range(0, len(numbers), step):
+        if ((numbers[start : start + step] & mask) == mask).any():
+            raise CheckpointError(f"{shard.label}: {name}: holds NaN or infinity; download the file again")
+        shard.release(key)

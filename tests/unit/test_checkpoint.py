@@ -370,7 +370,7 @@ def test_nan_scale(tmp_path, monkeypatch, name, weights):
     save_file(tensors, tmp_path / "model.safetensors")
     config = read_config(EVERYTHING)
     opened = WeightSource(tmp_path, config, weights=weights)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}\.scale: holds a NaN scale"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}\.scale: holds NaN"):
         take_all(opened, config)
 
 
@@ -385,11 +385,11 @@ def header_file(tmp_path: Path, header: bytes, data: bytes = b"") -> Path:
     [
         ({"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}, "expected a dtype"),
         ({"dtype": "I8", "shape": [9], "data_offsets": [0, 8]}, "expected 9 B"),
-        ({"dtype": "I8", "shape": [-8], "data_offsets": [0, -8]}, "shape of integers"),
-        ({"dtype": "I8", "shape": ["8"], "data_offsets": [0, 8]}, "shape of integers"),
+        ({"dtype": "I8", "shape": [-8], "data_offsets": [0, -8]}, "integers from 0"),
+        ({"dtype": "I8", "shape": ["8"], "data_offsets": [0, 8]}, "integers from 0"),
         ({"dtype": "I8", "shape": [8]}, "data_offsets"),
         ({"dtype": "I8", "shape": [8], "data_offsets": [8, 16]}, "truncated"),
-        ({"dtype": "I8", "shape": [8], "data_offsets": [-8, 0]}, "got bytes -8 to 0"),
+        ({"dtype": "I8", "shape": [8], "data_offsets": [-8, 0]}, "got data_offsets [-8, 0]"),
         ({"dtype": "I8", "shape": [4], "data_offsets": [4, 8]}, "expected to start where the header ends"),
         ({"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}, "download the file again"),
         ([], "data_offsets"),

@@ -229,7 +229,7 @@ def test_settings_without_effect_are_accepted():
         ("[1]", "expected a JSON object"),
         ("\xff", "config.json"),
         ("[" * 100_000, "expected a JSON object"),
-        ('{"a": 1, "a": 2}', "a: given twice"),
+        ('{"a": 1, "a": 2}', "a given twice"),
         ('{"a": NaN}', "finite"),
         ('{"a": -Infinity}', "finite"),
         ("{}", "missing"),
