@@ -249,6 +249,8 @@ def test_absent_file_is_named(tmp_path):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match="nowhere: cannot be read"):
         read_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="cannot be read \\(File name too long"):
+        read_config(tmp_path / ("n" * 300))
 
 
 JSON = st.recursive(

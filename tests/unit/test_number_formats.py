@@ -215,3 +215,5 @@ def test_widths_that_split_a_block_are_refused() -> None:
         rows.window_row(48)
     with pytest.raises(ConfigError, match="multiple of 16"):
         rows.compressed_row(40)
+    with pytest.raises(ConfigError, match="positive multiple of 32, got 0"):
+        rows.index_row(0)
