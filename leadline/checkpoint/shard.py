@@ -25,7 +25,11 @@ _MAX_RANK = 8  # of a tensor; with the file's size as the limit of each length, 
 
 
 class Shard:
-    """A mapped file. `specs` lists its tensors; `label` is what error messages call it."""
+    """A mapped file. `specs` lists its tensors; `label` is what error messages call it.
+
+    The file may be removed or replaced by another while it is mapped, but not be cut short: the system ends a process
+    that reads beyond the end.
+    """
 
     is_mapped = True
 
@@ -152,8 +156,8 @@ def open_shards(path: Path) -> list[Shard]:
     """Maps the files of a checkpoint: one file, or a folder with an index or with a single `model.safetensors`.
 
     Raises: CheckpointError naming file and tensor: no checkpoint, shards without an index, an unreadable index, a
-    missing shard, a tensor in two shards, in another shard than the index says, or in the index only; and for what the
-    system refuses to read.
+    missing shard, a tensor in another shard than the index says or in the index only; and for what the system refuses
+    to read.
     """
     try:
         return _open_shards(path)
@@ -173,17 +177,15 @@ def _open_shards(path: Path) -> list[Shard]:
         raise CheckpointError(f"{path}: no model.safetensors and no index of shards; give a checkpoint folder")
     shard_of = _read_index(index)
     shards = []
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for file_name in sorted(set(shard_of.values())):
         if not (path / file_name).is_file():
             raise CheckpointError(f"{path / file_name}: missing shard, named by {index.name}; download it")
         shard = Shard(path / file_name)
         for name in shard.specs:
-            if name in seen:
-                raise CheckpointError(f"{shard.label}: {name}: also in {seen[name]}; a tensor belongs in one shard")
             if shard_of.get(name) != file_name:
                 raise CheckpointError(f"{shard.label}: {name}: {index.name} says {shard_of.get(name, 'nothing of it')}")
-            seen[name] = file_name
+        seen.update(shard.specs)
         shards.append(shard)
     for name, file_name in shard_of.items():
         if name not in seen:

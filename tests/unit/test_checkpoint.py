@@ -293,7 +293,7 @@ def test_missing_folder_and_index(sharded, tmp_path):
         ("[]", "weight_map"),
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": 3}}', "a: expected the name of a file"),
-        ('{"weight_map": {"a": "../b.safetensors"}}', "../b.safetensors"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "a: expected the name of a file beside the index, got '../b."),
         ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "a given twice"),
         ("\ufeff{}", "expected JSON"),
     ],
@@ -322,7 +322,7 @@ def test_truncated_shard(sharded, kept):
     shard = shard_with(sharded, "norm.weight")
     data = shard.read_bytes()
     shard.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
-    refused(sharded, str(shard))
+    refused(sharded, str(shard), *["truncated: header"] * (kept == 100))
     if kept in (0.5, -1):
         refused(sharded, "truncated", "the file ends")
 
@@ -424,7 +424,7 @@ def header_file(tmp_path: Path, header: bytes, data: bytes = b"") -> Path:
         ({"dtype": "I8", "shape": [-8], "data_offsets": [0, -8]}, "integers from 0"),
         ({"dtype": "I8", "shape": ["8"], "data_offsets": [0, 8]}, "integers from 0"),
         ({"dtype": "I8", "shape": [10**3000] * 2, "data_offsets": [0, 8]}, "integers from 0"),
-        ({"dtype": "I8", "shape": [2**20] * 20_000, "data_offsets": [0, 8]}, "integers from 0"),
+        ({"dtype": "I8", "shape": [8] * 20_000, "data_offsets": [0, 8]}, "integers from 0"),
         ({"dtype": "I8", "shape": [8], "data_offsets": [10**4299, 10**4299 + 8]}, "truncated"),
         ({"dtype": "I8", "shape": [8]}, "data_offsets"),
         ({"dtype": "I8", "shape": [8], "data_offsets": [8, 16]}, "truncated"),
