@@ -31,7 +31,7 @@ _NOT_FINITE = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float32: (torch.int32, 0x7F800000),
 }
-_SCAN_BYTES = 1 << 26  # checked at a time
+_SCAN_BYTES = 1 << 24  # checked at a time
 _COPIED_BYTES = 1 << 20  # below this a view of the file saves nothing: pages hold other tensors too
 
 
@@ -144,7 +144,8 @@ class WeightSource:
             for part in torch.split(view.view(bits).reshape(-1), _SCAN_BYTES // bits.itemsize):
                 if ((part & mask) == mask).any():
                     raise CheckpointError(f"{shard.label}: {name}: holds NaN or infinity; download the file again")
-                shard.release(key)
+                if view.nbytes >= _COPIED_BYTES:
+                    shard.release(key)
         return view
 
     def _release(self, name: str) -> None:

@@ -385,29 +385,33 @@ def test_wrong_dtype_or_shape(tmp_path, name, change, got):
 
 
 @pytest.mark.parametrize(
-    ("name", "bad"),
+    ("name", "bad", "largest"),
     [
-        ("layers.0.attn.wkv.scale", b"\xff"),
-        ("layers.3.ffn.experts.2.w2.scale", b"\xff"),
-        ("layers.1.engram.embed.scale", b"\xff"),
-        ("mtp.0.main_proj.weight", b"\x7f"),
-        ("layers.2.attn.indexer.wq_b.weight", b"\xff"),
-        ("layers.0.ffn.gate.bias", b"\x00\x00\xc0\x7f"),
-        ("layers.0.attn.attn_sink", b"\x00\x00\x80\xff"),
-        ("norm.weight", b"\x81\x7f"),
-        ("layers.2.attn.indexer.weights_proj.weight", b"\x80\xff"),
+        ("layers.0.attn.wkv.scale", b"\xff", b"\xfe"),
+        ("layers.3.ffn.experts.2.w2.scale", b"\xff", b"\xfe"),
+        ("layers.1.engram.embed.scale", b"\xff", b"\xfe"),
+        ("mtp.0.main_proj.weight", b"\x7f", b"\x7e"),
+        ("layers.2.attn.indexer.wq_b.weight", b"\xff", b"\xfe"),
+        ("layers.0.ffn.gate.bias", b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f"),
+        ("layers.0.attn.attn_sink", b"\x00\x00\x80\xff", b"\xff\xff\x7f\xff"),
+        ("norm.weight", b"\x81\x7f", b"\x7f\x7f"),
+        ("layers.2.attn.indexer.weights_proj.weight", b"\x80\xff", b"\x7f\xff"),
     ],
 )
 @pytest.mark.parametrize("weights", ["dense", "packed"])
-def test_nan_and_infinity(tmp_path, monkeypatch, name, bad, weights):
+def test_nan_and_infinity(tmp_path, monkeypatch, name, bad, largest, weights):
     monkeypatch.setattr(source, "_SCAN_BYTES", 128)  # the bad value lies beyond the first part of the scan
-    tensors = load_file(EVERYTHING / "model.safetensors")
-    tensors[name].view(torch.uint8).view(-1)[-len(bad) :] = torch.tensor(list(bad), dtype=torch.uint8)
-    save_file(tensors, tmp_path / "model.safetensors")
     config = read_config(EVERYTHING)
-    opened = WeightSource(tmp_path, config, weights=weights)
+    tensors = load_file(EVERYTHING / "model.safetensors")
+
+    def opened(last_value: bytes) -> WeightSource:
+        tensors[name].view(torch.uint8).view(-1)[-len(bad) :] = torch.tensor(list(last_value), dtype=torch.uint8)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return WeightSource(tmp_path, config, weights=weights)
+
+    take_all(opened(largest), config)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}: holds NaN or infinity"):
-        take_all(opened, config)
+        take_all(opened(bad), config)
 
 
 def header_file(tmp_path: Path, header: bytes, data: bytes = b"") -> Path:
@@ -668,6 +672,25 @@ def test_peak_memory_of_a_load(tmp_path):
     assert dense <= dense_bytes(config) + few_tensors
     assert packed <= stored + few_tensors
     assert few_tensors < 0.6 * min(stored, table)  # keeping the stored bytes, or reading the table, would show
+
+
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("copied_bytes", [0, 1 << 20], ids=["views", "copies"])
+def test_pages_are_handed_back(monkeypatch, weights, copied_bytes):
+    """After a copy, and after a look at what stays a view; a table, and FP4 that stays a view, are not looked at."""
+    released = set()
+    monkeypatch.setattr(Shard, "release", lambda self, name: released.add(name))
+    monkeypatch.setattr(source, "_COPIED_BYTES", copied_bytes)
+    config = read_config(EVERYTHING)
+    take_all(WeightSource(EVERYTHING, config, weights=weights), config)
+    is_fp4_kept = weights == "packed" and copied_bytes == 0
+    assert expected_tensors(config).keys() - released == {
+        name
+        for name, spec in expected_tensors(config).items()
+        if name.endswith("engram.embed.weight")
+        or (name.endswith("engram.embed.scale") and spec.num_bytes < copied_bytes)
+        or (spec.dtype == "I8" and is_fp4_kept)
+    }
 
 
 def test_tables_beyond_the_memory_can_be_mapped(tmp_path):
