@@ -248,7 +248,9 @@ def test_table_rows():
 def sharded(tmp_path):
     """A sharded copy of the tiny model that has everything."""
     save_checkpoint(tmp_path, read_config(EVERYTHING), load_file(EVERYTHING / "model.safetensors"), 400_000)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) >= 4
+    shards = [Shard(path).specs.values() for path in tmp_path.glob("model-*-of-*.safetensors")]
+    assert len(shards) >= 4
+    assert all(sum(spec.num_bytes for spec in specs) <= 400_000 for specs in shards)
     return tmp_path
 
 
