@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -109,7 +110,7 @@ def resolve_model(model: str | Path | None) -> Path:
         return default_model_folder()
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: expected a folder, a hub id or None, got {model!r}")
-    if Path(model).exists():
+    if os.path.isdir(model):
         return Path(model)
     if not _HUB_ID.fullmatch(str(model)):
         raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from leadline.checkpoint.schema import expected_tensors
@@ -25,12 +26,20 @@ def save_checkpoint(
         tensors: every tensor of `config` under its released name, in the stored type; on any device.
         max_shard_bytes: a shard holds at least one tensor and otherwise at most this many bytes of them.
 
-    Raises: CheckpointError for a folder in use and for tensors that do not fit the configuration.
+    Raises: CheckpointError for a folder in use, for one that cannot be written (a full disk), and for tensors that do
+    not fit the configuration.
     """
     folder = Path(folder)
     match_tensors(expected_tensors(config), [MemoryShard(tensors)])
     if any(folder.glob("*.safetensors*")):
         raise CheckpointError(f"{folder}: holds a checkpoint already; choose an empty folder")
+    try:
+        _write(folder, config, tensors, max_shard_bytes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error})") from error
+
+
+def _write(folder: Path, config: ModelConfig, tensors: dict[str, torch.Tensor], max_shard_bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
     shards: list[dict[str, torch.Tensor]] = [{}]

@@ -10,6 +10,8 @@ fallen back to. Values never change after reading.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ from leadline.config.layers import plan_layers
 from leadline.errors import ConfigError
 
 Spelling = Literal["nested", "flat"]
+_MOST_EXPERTS = 1 << 17  # of all layers together; the released model has 15,360
 
 
 class Quantization:
@@ -172,8 +175,13 @@ class ModelConfig(TopConfig):
             raise ConfigError(f"configuration: expected a JSON object, got {show(data)}")
         is_nested = "text_config" in data or "architectures" in data
         config = cls(**(_read_nested(data) if is_nested else _read_flat(data)))
-        _check(config)
-        plan_layers(config)
+        try:
+            _check(config)
+            plan_layers(config)
+        except ConfigError as error:
+            if is_nested:
+                raise
+            raise ConfigError(re.sub(r"[\w.]*\w", lambda word: _FLAT_NAMES.get(word[0], word[0]), str(error))) from None
         return config
 
     def to_dict(self, spelling: Spelling = "nested") -> dict[str, Any]:
@@ -199,6 +207,12 @@ class ModelConfig(TopConfig):
 
 _TOP, _QUANTIZATION, _TEXT = keys_of(TopConfig), keys_of(Quantization), keys_of(ModelConfig)
 _ROPE, _VISION = keys_of(YarnConfig), keys_of(VisionConfig)
+_FLAT_NAMES = {  # by the names that errors use
+    section + name: key.flat
+    for section, keys in (("", _TOP), ("", _TEXT), ("rope_scaling.", _ROPE), ("vision_config.", _VISION))
+    for name, key in keys.items()
+    if key.flat is not None
+}
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -208,7 +222,7 @@ def read_config(path: str | Path) -> ModelConfig:
     all that `ModelConfig.from_dict` refuses.
     """
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):
         file = file / "config.json"
     try:
         data = json.loads(file.read_bytes(), object_pairs_hook=_object_without_repeats, parse_constant=_refuse_constant)
@@ -298,6 +312,13 @@ def _check(c: ModelConfig) -> None:
     heads = c.num_attention_heads
     need("o_groups", heads % c.o_groups == 0, f"a divisor of num_attention_heads {heads}")
     at_most("num_experts_per_tok", "n_routed_experts")
+    # Each is six tensors: a number beyond all reason must not become a list of them that fills the memory.
+    for name, layers in (
+        ("n_routed_experts", "num_hidden_layers"),
+        ("dspark_n_routed_experts", "num_nextn_predict_layers"),
+    ):
+        most = _MOST_EXPERTS // max(1, getattr(c, layers))
+        need(name, getattr(c, name) <= most, f"at most {most} with {layers} {getattr(c, layers)}")
     need("rope_theta", c.rope_theta > 1, "a number above 1")
     need("compress_rope_theta", c.compress_rope_theta > 1, "a number above 1")
     slow = c.rope_scaling.beta_slow

@@ -77,12 +77,31 @@ def test_generate_from_file_and_stdin(run, tmp_path):
 def test_generate_passes_every_option(run):
     result = run(
         *("generate", "x", "--model", "some/model", "--weights", "packed", "--prefill", "replay", "--speculate"),
-        *("--max-model-len", 100, "-t", 0, "--top-p", 0.5, "--top-k", 3, "--min-p", 0.1, "--seed", 4, "--n", 2),
+        *(
+            "--max-model-len",
+            100,
+            "--max-cache-tokens",
+            500,
+            "-t",
+            0,
+            "--top-p",
+            0.5,
+            "--top-k",
+            3,
+            "--min-p",
+            0.1,
+            "--seed",
+            4,
+            "--n",
+            2,
+        ),
         *("--stop", "zz", "--stop", "ca", "--stop-token-id", 9, "--include-stop", "--ignore-eos", "--min-tokens", 2),
         *("--json", "--logprobs", 1),
     )
     assert result.exit_code == 0, result.output
-    wanted = options.ModelOptions(weights="packed", prefill="replay", speculate=True, max_model_len=100)
+    wanted = options.ModelOptions(
+        weights="packed", prefill="replay", speculate=True, max_model_len=100, max_cache_tokens=500
+    )
     assert run.loaded == [("some/model", wanted)]
     document = json.loads(result.stdout)
     assert document["prompt"] == "x"
@@ -121,7 +140,8 @@ def number_options():
     """Every number option of every command, at values that mean nothing."""
     integers = {
         "generate x": {"--max-tokens": "-1", "--min-tokens": "-1", "--top-k": "-2", "--n": "0 -1", "--logprobs": "-1",
-                       "--stop-token-id": "-1", "--max-model-len": "0 -1 999999999", "--seed": ""},
+                       "--stop-token-id": "-1", "--max-model-len": "0 -1 999999999",
+                       "--max-cache-tokens": "0 -1", "--seed": ""},
         "chat": {"--max-tokens": "-5", "--top-k": "-2", "--max-model-len": "0 -1", "--seed": "",
                  "--effort": "0 -1 999"},
         "serve": {"--port": "-1 65536", "--max-num-seqs": "0 -1", "--max-num-batched-tokens": "0 -1",
