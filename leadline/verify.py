@@ -183,7 +183,7 @@ def _check_structure(c: ModelConfig, recording: Recording) -> None:
         return prompt, steps
 
     logits, mixed, layers = {"logits": (c.vocab_size,)}, (c.hc_mult, c.hidden_size), c.num_hidden_layers
-    optional = {"main_hidden": (c.hidden_size * len(c.dspark_target_layer_ids),)}
+    optional: dict[str, tuple[int, ...]] = {"main_hidden": (c.hidden_size * len(c.dspark_target_layer_ids),)}
     optional |= {f"selected_layer{k}": (c.index_topk,) for k in range(layers)}
     optional |= {f"after_engram_layer{k}": mixed for k in range(layers)}
     prompt, steps = run("", logits | {name: row for name, row in optional.items() if f"prefill_{name}" in recording})

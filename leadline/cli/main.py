@@ -72,12 +72,12 @@ def _root(
 def main() -> None:
     """Runs the command line. Errors end it with one red line on stderr: wrong usage with status 2, our own errors and
     those of files and devices (a full disk behind stdout) with status 1; Ctrl-C ends it with status 130. A standard
-    stream that is closed is empty; one in another encoding than UTF-8 gets escapes for what that cannot say."""
+    stream that is closed is empty. Output is UTF-8 like input, whatever the locale."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for as long as we run)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # escapes: of names that are not text
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="leadline", standalone_mode=False))
     except LeadlineError as error:

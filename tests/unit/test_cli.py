@@ -330,6 +330,45 @@ def test_terminal_text_is_harmless(monkeypatch):
     assert options.for_terminal("a\x1b[2J\x9b\x07\tb\n") == "a\ufffd[2J\ufffd\ufffd\tb\n"
 
 
+def run_with_streams(words, streams, **variables):
+    """Runs `leadline WORDS` on a fake model through a shell that does `streams` to its standard streams."""
+    code = (
+        "import sys, leadline.cli.main as m, leadline.cli.chat as c, leadline.cli.generate as g\n"
+        "from tests.support.fake_llm import fake_llm\n"
+        "c.open_llm = g.open_llm = lambda *o: fake_llm('é')\n"
+        f"sys.argv = ['leadline', *{words.split()!r}]\n"
+        "m.main()\n"
+    )
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {streams}', sys.executable, code], capture_output=True, timeout=START_SECONDS,
+        env={**os.environ, **variables}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "streams"),
+    [("generate x -n 3", ">&-"), ("generate x -n 3", "2>&-"), ("generate - -n 3", "<&-"), ("chat", "<&-")],
+)
+def test_closed_streams_are_empty(words, streams):
+    result = run_with_streams(words, streams)
+    assert result.returncode == 0, result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("words", ["generate x -n 3", "generate x -n 3 --json", "plan", "plan --json", "ops", "--help"])
+def test_a_full_disk_behind_stdout_is_one_line(words):
+    result = run_with_streams(words, ">/dev/full")
+    assert result.returncode == 1
+    assert result.stderr == b"error: stdout: No space left on device\n"
+
+
+def test_output_is_utf8_in_every_locale():
+    result = run_with_streams("generate \u4e16 -n 1 --json", "", PYTHONIOENCODING="latin-1")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["prompt"] == "\u4e16"
+    assert "\u4e16".encode() in result.stdout
+
+
 class Terminal:
     """`leadline` in a terminal of its own, on a fake model that answers `abcabc...` for ever."""
 
