@@ -324,7 +324,8 @@ def _check(c: ModelConfig) -> None:
     slow = c.rope_scaling.beta_slow
     need("rope_scaling.beta_fast", c.rope_scaling.beta_fast > slow, f"more than beta_slow {slow}")
     entries = c.num_hidden_layers + c.num_nextn_predict_layers
-    need("compress_ratios", len(c.compress_ratios) == entries, f"{entries} entries, one a layer and one a draft stage")
+    sum_ = f"num_hidden_layers {c.num_hidden_layers} and num_nextn_predict_layers {c.num_nextn_predict_layers}"
+    need("compress_ratios", len(c.compress_ratios) == entries, f"{entries} entries, one each of {sum_}")
     if c.index_source_layer_ids:
         at_least(1, "index_source_layer_ids names layers", "index_n_heads", "index_head_dim", "index_topk")
         at_most("qk_rope_head_dim", "index_head_dim")
@@ -336,7 +337,9 @@ def _check(c: ModelConfig) -> None:
     if tables:
         need("engram_num_embeddings", min(c.engram_num_embeddings) >= 1, "at least 1 row in each table")
         at_least(2, "engram_layer_ids names layers", "engram_max_ngram_size", "engram_vocab_size")
-        at_least(1, "engram_layer_ids names layers", "engram_n_heads", "engram_head_dim")
+        at_least(
+            1, "engram_layer_ids names layers", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"
+        )
         at_most("engram_compressed_vocab_size", "vocab_size")
         compressed = c.engram_compressed_vocab_size
         need("engram_pad_token_id", c.engram_pad_token_id < compressed, f"an id below {compressed} (compressed ids)")

@@ -219,6 +219,8 @@ def test_contradiction_names_key_and_value(path, value):
             0,
             "^dspark_n_activated_experts: expected at least 1, as n_mtp_layers is 3, got 0",
         ),
+        ("n_mtp_layers", 0, "^compress_ratios: expected 40 entries, .* n_mtp_layers 0, got"),
+        ("engram_compressed_vocab_size", 0, "^engram_compressed_vocab_size: expected at least 1"),
         ("n_activated_experts", 385, "^n_activated_experts: expected at most n_routed_experts 384, got 385"),
         ("beta_fast", 1, "^beta_fast: expected more than beta_slow 1, got 1"),
         ("vision_n_heads", 15, "^vision_n_heads: "),
