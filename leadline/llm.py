@@ -110,7 +110,7 @@ def resolve_model(model: str | Path | None) -> Path:
         return default_model_folder()
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: expected a folder, a hub id or None, got {model!r}")
-    if os.path.exists(model):  # false, too, for a path that the system refuses
+    if os.path.isdir(model):  # false, too, for a path that the system refuses
         return Path(model)
     if not _HUB_ID.fullmatch(str(model)):
         raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "

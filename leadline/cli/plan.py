@@ -160,7 +160,9 @@ def plan(
         str, typer.Argument(help="Checkpoint folder or config.json; empty: the small default model.")
     ] = "",
     *,
-    context: Annotated[int | None, typer.Option(help="Tokens per sequence; 4096, or what fits, if not given.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens per sequence.", show_default="4096, or the model's most")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     gpus: Annotated[int, typer.Option(help="Devices that share the routed experts and the sequences.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,

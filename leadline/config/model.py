@@ -10,6 +10,7 @@ fallen back to. Values never change after reading.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from leadline.config.layers import plan_layers
 from leadline.errors import ConfigError
 
 Spelling = Literal["nested", "flat"]
+_MOST_EXPERTS = 1 << 17  # of all layers together; the released model has 15,360
 
 
 class Quantization:
@@ -173,8 +175,13 @@ class ModelConfig(TopConfig):
             raise ConfigError(f"configuration: expected a JSON object, got {show(data)}")
         is_nested = "text_config" in data or "architectures" in data
         config = cls(**(_read_nested(data) if is_nested else _read_flat(data)))
-        _check(config)
-        plan_layers(config)
+        try:
+            _check(config)
+            plan_layers(config)
+        except ConfigError as error:
+            if is_nested:
+                raise
+            raise ConfigError(re.sub(r"[\w.]*\w", lambda word: _FLAT_NAMES.get(word[0], word[0]), str(error))) from None
         return config
 
     def to_dict(self, spelling: Spelling = "nested") -> dict[str, Any]:
@@ -200,6 +207,12 @@ class ModelConfig(TopConfig):
 
 _TOP, _QUANTIZATION, _TEXT = keys_of(TopConfig), keys_of(Quantization), keys_of(ModelConfig)
 _ROPE, _VISION = keys_of(YarnConfig), keys_of(VisionConfig)
+_FLAT_NAMES = {  # by the names that errors use
+    section + name: key.flat
+    for section, keys in (("", _TOP), ("", _TEXT), ("rope_scaling.", _ROPE), ("vision_config.", _VISION))
+    for name, key in keys.items()
+    if key.flat is not None
+}
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -285,12 +298,20 @@ def _check(c: ModelConfig) -> None:
     heads = c.num_attention_heads
     need("o_groups", heads % c.o_groups == 0, f"a divisor of num_attention_heads {heads}")
     at_most("num_experts_per_tok", "n_routed_experts")
+    # Each is six tensors: a number beyond all reason must not become a list of them that fills the memory.
+    for name, layers in (
+        ("n_routed_experts", "num_hidden_layers"),
+        ("dspark_n_routed_experts", "num_nextn_predict_layers"),
+    ):
+        most = _MOST_EXPERTS // max(1, getattr(c, layers))
+        need(name, getattr(c, name) <= most, f"at most {most} with {layers} {getattr(c, layers)}")
     need("rope_theta", c.rope_theta > 1, "a number above 1")
     need("compress_rope_theta", c.compress_rope_theta > 1, "a number above 1")
     slow = c.rope_scaling.beta_slow
     need("rope_scaling.beta_fast", c.rope_scaling.beta_fast > slow, f"more than beta_slow {slow}")
     entries = c.num_hidden_layers + c.num_nextn_predict_layers
-    need("compress_ratios", len(c.compress_ratios) == entries, f"{entries} entries, one a layer and one a draft stage")
+    parts = f"num_hidden_layers {c.num_hidden_layers} and num_nextn_predict_layers {c.num_nextn_predict_layers}"
+    need("compress_ratios", len(c.compress_ratios) == entries, f"{entries} entries, one each of {parts}")
     if c.index_source_layer_ids:
         at_least(1, "index_source_layer_ids names layers", "index_n_heads", "index_head_dim", "index_topk")
         at_most("qk_rope_head_dim", "index_head_dim")
@@ -302,7 +323,9 @@ def _check(c: ModelConfig) -> None:
     if tables:
         need("engram_num_embeddings", min(c.engram_num_embeddings) >= 1, "at least 1 row in each table")
         at_least(2, "engram_layer_ids names layers", "engram_max_ngram_size", "engram_vocab_size")
-        at_least(1, "engram_layer_ids names layers", "engram_n_heads", "engram_head_dim")
+        at_least(
+            1, "engram_layer_ids names layers", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"
+        )
         at_most("engram_compressed_vocab_size", "vocab_size")
         compressed = c.engram_compressed_vocab_size
         need("engram_pad_token_id", c.engram_pad_token_id < compressed, f"an id below {compressed} (compressed ids)")

@@ -7,14 +7,16 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from leadline.checkpoint import random_model, source
@@ -601,6 +603,50 @@ def test_interrupted_first_use_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         random_model.default_model_folder()
     assert list((tmp_path / "leadline").iterdir()) == []
+
+
+def test_what_a_killed_first_use_left_goes_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    left = tmp_path / "leadline" / "unfinished"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half of it")
+    folder = random_model.default_model_folder()
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_first_uses_at_once_write_one_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    writers = []
+
+    def write(folder, config, **_):
+        writers.append(folder)
+        folder.mkdir()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(random_model, "write_random_checkpoint", write)
+    with ThreadPoolExecutor(3) as pool:
+        folders = list(pool.map(lambda _: random_model.default_model_folder(), range(3)))
+    assert len(writers) == len(set(folders)) == 1
+    assert [path.name for path in folders[0].parent.iterdir()] == [folders[0].name]
+
+
+def test_a_full_disk_and_no_home_are_errors_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("leadline.checkpoint.save.save_file", full)
+        with pytest.raises(
+            CheckpointError, match=r"cannot write the default model .*No space left.*set XDG_CACHE_HOME"
+        ):
+            random_model.default_model_folder()
+    assert list((tmp_path / "leadline").iterdir()) == []
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.os.path.expanduser", lambda path: path)  # as without HOME and a user's entry
+    with pytest.raises(CheckpointError, match=r"no place to write it to .*set XDG_CACHE_HOME"):
+        random_model.default_model_folder()
 
 
 def test_vocabulary_without_room_for_the_tokenizer(tmp_path):

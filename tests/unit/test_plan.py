@@ -142,6 +142,10 @@ def test_command_prints_tables():
     assert "1,024 tokens" in run(str(GOLDEN / "models" / "swa"))  # more do not fit
 
 
+def test_context_that_nobody_asked_for_fits_the_model():
+    assert json.loads(run(str(GOLDEN / "models" / "vision"), "--json"))["memory"]["context"] == 1024
+
+
 def test_command_refuses_what_is_no_model(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         plan(str(tmp_path))
