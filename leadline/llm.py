@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
@@ -21,7 +21,7 @@ from leadline.engine.request import Delta, FinishReason, Progress, Request
 from leadline.engine.sampler import Logprob
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CheckpointError, ImageError, LeadlineError, PromptError, RequestError, SamplingError
+from leadline.errors import CheckpointError, EngineError, LeadlineError, PromptError, RequestError, SamplingError
 from leadline.model.step import Prefill
 from leadline.text.chat import ChatDelta, ChatParser, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import content_ids, expand_images, load_image, prepare_image
@@ -71,7 +71,7 @@ class CompletionOutput:
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [_by_id(entries) for entries in delta.logprobs]
         self.num_drafted += delta.drafted
-        self.num_accepted += min(delta.drafted, max(0, len(delta.token_ids) - 1))
+        self.num_accepted += delta.accepted
         self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
@@ -109,8 +109,9 @@ def resolve_model(model: str | Path | None) -> Path:
         return default_model_folder()
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: expected a folder, a hub id or None, got {model!r}")
-    if Path(model).exists():
-        return Path(model)
+    with suppress(OSError):  # too long a name is no folder either
+        if Path(model).exists():
+            return Path(model)
     if not _HUB_ID.fullmatch(str(model)):
         raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "
                               "neither; check the path")  # fmt: skip
@@ -290,6 +291,8 @@ class LLM:
             left = sum(request.params.n for request in requests)
             while left:
                 if not any(self._inbox[ticket] for ticket in tickets):
+                    if not any(map(engine.is_open, tickets)):
+                        raise EngineError("generation: it ended with a step that was interrupted; start it again")
                     for delta in engine.step():
                         self._inbox[delta.request].append(delta)
                 if progress is not None and reported != engine.prompt_tokens_done:
@@ -344,7 +347,15 @@ class LLM:
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
         """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
-        scored = score(self.model, self.cache, ids, top=top, max_length=self.engine.max_length, progress=progress)
+        scored = score(
+            self.model,
+            self.cache,
+            ids,
+            top=top,
+            max_length=self.engine.max_length,
+            prefix=self.engine.prefix,
+            progress=progress,
+        )
         return [
             ScoreOutput(
                 prompt_token_ids=prompt_ids,
@@ -412,9 +423,6 @@ class LLM:
         if vision is None:
             got = len(images) or f"the image token {self.config.image_token_id} in the prompt"
             raise PromptError(f"images: expected none, got {got}; this model does not read images")
-        for source in images:
-            if not isinstance(source, str | bytes | Path):
-                raise ImageError(f"images: expected paths, bytes or data URLs, got {brief(source)}")
         prepared = [prepare_image(load_image(source), vision) for source in images]
         ids_T, types_T = expand_images(token_ids, [image.plan for image in prepared], self.config.image_token_id)
         return Request(

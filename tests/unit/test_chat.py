@@ -190,6 +190,11 @@ def test_bad_images(released: Tokenizer) -> None:
             render_chat(released, [user([{"type": "image_url", "image_url": {"url": url}}])])
     with pytest.raises(ImageError, match="int"):
         render_chat(released, [user([{"type": "image", "image": 5}])])
+    for data in ("MA==", "aGk="):  # deepseek-recipe reads such parts as images, the first as ours of number 0
+        part = {"type": "file", "file_data": f"data:image/png;base64,{data}"}
+        with pytest.raises(PromptError, match="type file"):
+            render_chat(released, [user([{"type": "image", "image": b"x"}, part])])
+    assert render_chat(released, [user([{"type": "image_url", "image_url": "DATA:x"}])]).images == ["DATA:x"]
     text_only = Tokenizer(released.json, dataclasses.replace(RELEASED, vision=None))
     with pytest.raises(ImageError, match=r"1 image\(s\); this model does not read images"):
         render_chat(text_only, [user([{"type": "image", "image": b""}])])

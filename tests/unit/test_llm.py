@@ -3,7 +3,8 @@
 import pytest
 
 from leadline import LLM, SamplingParams
-from leadline.errors import CheckpointError, ImageError, PromptError, RequestError, SamplingError
+from leadline.engine.core import EngineCore
+from leadline.errors import CheckpointError, EngineError, ImageError, PromptError, RequestError, SamplingError
 from leadline.llm import resolve_model
 from tests.support.fake_llm import fake_llm
 
@@ -57,6 +58,34 @@ def test_stream_joins_to_generate_and_can_be_left():
     assert (output.outputs[0].num_drafted, output.outputs[0].num_accepted) == (3, 3)
 
 
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("name", ["_propose", "_draw", "_take", "_delta"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_interrupted_step_ends_its_sequences_and_nothing_else(monkeypatch, name, speculate, calls):
+    """Ctrl-C somewhere in a step that two generations share. The other one must not go on with a token missing."""
+    llm = fake_llm("abcdefgh", speculate=speculate)
+    first, second, late = (llm.stream("h", SamplingParams(max_tokens=30)) for _ in range(3))
+    next(first), next(second)
+    whole, left = getattr(EngineCore, name), [calls]
+
+    def interrupted(*args):
+        result = whole(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(EngineCore, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="interrupted"):
+        list(second)
+    assert not llm.engine.has_work
+    assert llm.cache.pages.num_free == llm.cache.pages.num_pages
+    assert "".join(delta.text for delta in late) == "abcdefghabcdefghabcdefghabcdef"
+
+
 def test_chat_one_and_several_conversations():
     llm = fake_llm("abc")
     messages = [{"role": "user", "content": "x"}]
@@ -107,7 +136,7 @@ def test_refusals():
         llm.generate("x", SamplingParams(stop_token_ids=[260]))
 
 
-@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", ""])
+@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", "", "x" * 5000])
 def test_unknown_model_words(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected a checkpoint folder or a hub id|no such"):
@@ -147,6 +176,11 @@ def test_bad_options_are_refused_by_name(option, value):
     llm = fake_llm("ab")
     with pytest.raises(RequestError, match=option):
         LLM.from_parts(llm.model, llm.tokenizer, **{"max_snapshots": 0, option: value})
+
+
+def test_score_refuses_the_image_token():
+    with pytest.raises(PromptError, match="got the image token 3"):
+        fake_llm("ab").score([5, 3])
 
 
 def test_score_refuses_a_negative_top():
