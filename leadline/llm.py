@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
+from threading import RLock
 from typing import Any, Literal, NamedTuple
 
 from leadline.cache.prefix import PrefixCache
@@ -133,7 +134,7 @@ class Parts(NamedTuple):
 
 
 class LLM:
-    """A loaded model with its tokenizer and engine, for one thread.
+    """A loaded model with its tokenizer and engine. Threads may share it: their generations share the engine's steps.
 
     Args:
         model: folder, hub id, None for the small random model, or the parts of one in memory.
@@ -212,6 +213,7 @@ class LLM:
             max_waiting=max_waiting,
         )
         self._inbox: dict[int, list[Delta]] = {}  # deltas of open generations, by ticket
+        self._lock = RLock()  # of engine and inbox; again by a thread that has it, where a lost generator is collected
 
     @classmethod
     def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
@@ -285,28 +287,31 @@ class LLM:
         total = sum(len(request.token_ids) * request.params.n for request in requests)
         before = reported = engine.prompt_tokens_done
         try:
-            tickets += (engine.add(request) for request in requests)
-            self._inbox.update((ticket, []) for ticket in tickets)
+            with self._lock:
+                tickets += (engine.add(request) for request in requests)
+                self._inbox.update((ticket, []) for ticket in tickets)
             index = {ticket: i for i, ticket in enumerate(tickets)}
             left = sum(request.params.n for request in requests)
             while left:
-                if not any(self._inbox[ticket] for ticket in tickets):
-                    if not any(map(engine.is_open, tickets)):
-                        raise EngineError("generation: it ended with a step that was interrupted; start it again")
-                    for delta in engine.step():
-                        self._inbox[delta.request].append(delta)
+                with self._lock:
+                    if not any(self._inbox[ticket] for ticket in tickets):
+                        if not any(map(engine.is_open, tickets)):
+                            raise EngineError("generation: it ended with a step that was interrupted; start it again")
+                        for delta in engine.step():
+                            self._inbox[delta.request].append(delta)
+                    deltas = [delta for ticket in tickets for delta in self._inbox[ticket]]
+                    self._inbox.update((ticket, []) for ticket in tickets)
                 if progress is not None and reported != engine.prompt_tokens_done:
                     reported = engine.prompt_tokens_done
                     progress(min(total, reported - before), total)
-                for ticket in tickets:
-                    deltas, self._inbox[ticket] = self._inbox[ticket], []
-                    for delta in deltas:
-                        left -= delta.finish_reason is not None
-                        yield replace(delta, request=index[ticket])
+                for delta in deltas:
+                    left -= delta.finish_reason is not None
+                    yield replace(delta, request=index[delta.request])
         finally:
-            for ticket in tickets:
-                engine.cancel(ticket)
-                self._inbox.pop(ticket, None)
+            with self._lock:
+                for ticket in tickets:
+                    engine.cancel(ticket)
+                    self._inbox.pop(ticket, None)
 
     def chat(
         self,
@@ -347,15 +352,16 @@ class LLM:
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
         """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
-        scored = score(
-            self.model,
-            self.cache,
-            ids,
-            top=top,
-            max_length=self.engine.max_length,
-            prefix=self.engine.prefix,
-            progress=progress,
-        )
+        with self._lock:
+            scored = score(
+                self.model,
+                self.cache,
+                ids,
+                top=top,
+                max_length=self.engine.max_length,
+                prefix=self.engine.prefix,
+                progress=progress,
+            )
         return [
             ScoreOutput(
                 prompt_token_ids=prompt_ids,
@@ -370,14 +376,16 @@ class LLM:
         Raises: RequestError without a prefix cache, or for a model that was not loaded from a folder. CheckpointError
         if the file cannot be written.
         """
-        self._prefix_cache().save(path, self._fingerprint())
+        with self._lock:
+            self._prefix_cache().save(path, self._fingerprint())
 
     def load_prefixes(self, path: str | Path) -> None:
         """Add what `save_prefixes` wrote to the cache of past sequences, as far as there is room.
 
         Raises: CheckpointError if the file is missing, damaged or of another model. RequestError as `save_prefixes`.
         """
-        self._prefix_cache().load(path, self._fingerprint())
+        with self._lock:
+            self._prefix_cache().load(path, self._fingerprint())
 
     def _prefix_cache(self) -> PrefixCache:
         if self.engine.prefix is None:

@@ -1,5 +1,7 @@
 """The Python surface on the fake model."""
 
+from threading import Thread
+
 import pytest
 
 from leadline import LLM, SamplingParams
@@ -84,6 +86,25 @@ def test_an_interrupted_step_ends_its_sequences_and_nothing_else(monkeypatch, na
     assert not llm.engine.has_work
     assert llm.cache.pages.num_free == llm.cache.pages.num_pages
     assert "".join(delta.text for delta in late) == "abcdefghabcdefghabcdefghabcdef"
+
+
+def test_threads_share_one_model():
+    llm = fake_llm("abcdefgh", max_num_seqs=3, speculate=True)
+    texts: list[str] = []
+
+    def work() -> None:
+        for _ in range(10):
+            texts.append(llm.generate("h", SamplingParams(max_tokens=20))[0].outputs[0].text)
+            llm.score("abc")
+            next(llm.stream("h", SamplingParams(max_tokens=20)))  # and left
+
+    threads = [Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert texts == ["abcdefghabcdefghabcd"] * 20
+    assert (llm.cache.num_free_slots, llm.engine.has_work) == (3, False)
 
 
 def test_chat_one_and_several_conversations():
