@@ -83,7 +83,7 @@ def load_image(source: str | Path | bytes) -> Image.Image:
         name = f"image {str(source)[:200]!r}"
         data = _read_file(Path(source), name)
     else:
-        raise ImageError(f"image: expected a path, bytes or a data URL, got {source!r:.80}")
+        raise ImageError(f"image: expected a path, bytes or a data URL, got {type(source).__name__}")
     if len(data) > MAX_IMAGE_BYTES:
         raise ImageError(f"{name}: expected at most {MAX_IMAGE_BYTES} bytes, got more; send a smaller image")
     try:

@@ -127,7 +127,7 @@ def test_sources_and_modes(tmp_path: Path, mode: str) -> None:
         ("/dev/zero", "no plain file"),
         ("", "no plain file"),
         (bytearray(png()), "expected a path, bytes or a data URL, got bytearray"),
-        (None, "expected a path, bytes or a data URL, got None"),
+        (None, "expected a path, bytes or a data URL, got NoneType"),
         (b"", "expected one of PNG"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "expected one of PNG"),
         (png(50, 50)[:500], "damaged"),
