@@ -138,6 +138,10 @@ def test_the_cut_is_before_the_first_doubtful_draft():
     (whole,) = propose(model, cache, [sequence], [rules], [6], [5])
     (cut,) = propose(model, cache, [sequence], [rules], [6], [5], min_confidence=0.5)
     assert len(whole.token_ids) == len(whole.weights) == 5
+    model.confidence = (0.0,) * 4 + (-200.0,)  # chances of 0.5 and, rounded, 0: the least that is allowed is not lower
+    for least, kept in ((0.5, 4), (0.0, 5)):
+        (proposal,) = propose(model, cache, [sequence], [rules], [6], [5], min_confidence=least)
+        assert len(proposal.token_ids) == kept
     assert cut.token_ids == whole.token_ids[:2]
     assert [torch.equal(a, b) for a, b in zip(cut.weights, whole.weights[:2], strict=True)] == [True, True]
 
