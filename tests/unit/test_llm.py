@@ -137,8 +137,19 @@ def test_score():
     assert other.prompt_logprobs == [None]
 
 
+def test_an_answer_that_ends_inside_a_character_and_a_stop_string():
+    """What a stop string held back comes first, then the mark for the broken character."""
+    llm = fake_llm("aé")
+    (output,) = llm.generate("x", SamplingParams(max_tokens=2, stop="az"))
+    assert output.outputs[0].text == "a\ufffd"
+    (output,) = llm.generate("x", SamplingParams(max_tokens=9, stop="a\u00e9"))
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("", "aé")
+
+
 def test_refusals():
     llm = fake_llm("abc", max_model_len=10)
+    with pytest.raises(PromptError, match="at most 10 tokens"):
+        llm.score("x" * 10)
     with pytest.raises(PromptError, match="at most 9 tokens"):
         llm.generate("x" * 10)
     with pytest.raises(SamplingError, match="sampling_params: expected one"):
