@@ -165,7 +165,7 @@ def test_a_palette_with_alpha_drops_it() -> None:
     buffer = io.BytesIO()
     picture = Image.new("P", (4, 4), 1)
     picture.putpalette([9, 9, 9, 10, 20, 30])
-    picture.save(buffer, "PNG", transparency=bytes([255, 0]))
+    picture.save(buffer, "PNG", transparency=bytes([255, 128]))
     assert load_image(buffer.getvalue()).getpixel((0, 0)) == (10, 20, 30)
 
 
@@ -205,6 +205,8 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(data)
     encoded = "data:image/png;base64," + base64.b64encode(data).decode()
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 5000)
+    assert load_image(data).size == (100, 50)
     monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 4999)
     with pytest.raises(ImageError, match="4999 pixels, got 100 x 50"):
         load_image(data)
