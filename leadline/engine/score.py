@@ -9,10 +9,11 @@ import torch
 
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.cache.prefix import PrefixCache
+from leadline.config.checks import check_integer
 from leadline.engine.model_api import Model
 from leadline.engine.request import Progress, check_prompt
 from leadline.engine.sampler import Logprob, check_finite, logprobs_of
-from leadline.errors import PromptError, RequestError
+from leadline.errors import CapacityError, PromptError
 from leadline.model.step import Run
 
 SCORED_ROWS = 256  # per step: logits of the released vocabulary take half a MB a row
@@ -32,17 +33,18 @@ def score(
 
     Every layer runs on every token (`prefill="full"`), one prompt after the other. prefix: what holds past sequences in
     `cache` gives them up where the room is needed.
-    Raises: RequestError, PromptError before any work; CapacityError if the cache is full; NumericsError at NaN or
-    infinite logits.
+    Raises: RequestError, PromptError, CapacityError before any work; CapacityError where running sequences fill the
+    cache; NumericsError at NaN or infinite logits.
     """
-    if type(top) is not int or top < 0:
-        raise RequestError(f"top: expected an integer of at least 0, got {top!r}")
+    check_integer("top", top, 0)
     context = min(model.config.max_position_embeddings, max_length or model.config.max_position_embeddings)
     for prompt in prompts:
         check_prompt(prompt, model.config.vocab_size, context)
         if model.config.image_token_id in prompt:
             raise PromptError(f"prompt: expected text, got the image token {model.config.image_token_id}; no images "
                               "are read here")  # fmt: skip
+        if len(prompt) > (room := cache.pages.num_pages * PAGE_TOKENS):
+            raise CapacityError(f"prompt: {len(prompt)} tokens, {room} fit in the cache; raise max_cache_tokens")
     total, done = sum(len(prompt) for prompt in prompts), 0
     results: list[list[list[Logprob] | None]] = []
     for prompt in prompts:

@@ -6,7 +6,15 @@ import pytest
 
 from leadline import LLM, SamplingParams
 from leadline.engine.core import EngineCore
-from leadline.errors import CheckpointError, EngineError, ImageError, PromptError, RequestError, SamplingError
+from leadline.errors import (
+    CapacityError,
+    CheckpointError,
+    EngineError,
+    ImageError,
+    PromptError,
+    RequestError,
+    SamplingError,
+)
 from leadline.llm import resolve_model
 from tests.support.fake_llm import fake_llm
 
@@ -208,6 +216,14 @@ def test_bad_options_are_refused_by_name(option, value):
     llm = fake_llm("ab")
     with pytest.raises(RequestError, match=option):
         LLM.from_parts(llm.model, llm.tokenizer, **{"max_snapshots": 0, option: value})
+
+
+def test_score_refuses_what_the_cache_cannot_hold():
+    llm = fake_llm("ab", max_cache_tokens=128)
+    assert len(llm.score("x" * 127)[0].prompt_logprobs) == 128
+    with pytest.raises(CapacityError, match="129 tokens, 128 fit in the cache; raise max_cache_tokens"):
+        llm.score(["x", "x" * 128])
+    assert llm.model.steps == [[128]]
 
 
 def test_score_refuses_the_image_token():
