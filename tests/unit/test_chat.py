@@ -133,7 +133,7 @@ def test_tool_history(released: Tokenizer, reasoning_key: str | None) -> None:
     calls = [call("1", "f", '{"a": "x \\"y\\"", "n": [1, 2]}'), call("2", "g", "{}")]
     assistant: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
     if reasoning_key:
-        assistant[reasoning_key] = "why"
+        assistant |= {"reasoning": "another, which does not count", reasoning_key: "why"}
     results = [{"role": "tool", "tool_call_id": call_id, "content": "r" + call_id} for call_id in ("2", "1")]
     chat = render_chat(released, [user("hi"), assistant, *results], tools=[TOOL])
     reasoning = "why" if reasoning_key else ""

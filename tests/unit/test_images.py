@@ -23,7 +23,7 @@ from leadline.config.model import VisionConfig, read_config
 from leadline.errors import ImageError
 from leadline.model.vision import span_rows
 from leadline.text import images
-from leadline.text.images import expand_images, load_image, prepare_image, resize_plan
+from leadline.text.images import content_ids, expand_images, load_image, prepare_image, resize_plan
 
 pytestmark = pytest.mark.unit
 
@@ -231,6 +231,30 @@ def test_expand() -> None:
     for prompt, plans in (([5], [small]), ([IMAGE], []), ([IMAGE, IMAGE], [small])):
         with pytest.raises(ImageError, match="one per image token"):
             expand_images(prompt, plans, IMAGE)
+
+
+def test_content_ids_tell_images_apart() -> None:
+    def content(*pictures: Image.Image) -> list[list[int]]:
+        """The content ids inside each image of one prompt."""
+        prepared = [prepare_image(picture, VISION) for picture in pictures]
+        prompt = [7] + [IMAGE, 8] * len(prepared)
+        ids_T, types_T = expand_images(prompt, [image.plan for image in prepared], IMAGE)
+        found = content_ids(ids_T, types_T, prepared)
+        assert len(found) == len(ids_T)
+        assert [i for i in found if i >= 0] == [7] + [8] * len(prepared)
+        ends = [place for place, i in enumerate(found) if i == 8]
+        return [found[a + 1 : b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    grey = Image.new("RGB", (800, 400), (127, 127, 127))
+    dotted = grey.copy()
+    dotted.paste((0, 0, 0), (400, 200, 440, 240))
+    a, b, c = content(grey, dotted, grey)
+    assert a == c
+    assert len(a) == len(b)
+    assert all(x != y for x, y in zip(a, b, strict=True))
+    assert content(dotted) == [b]
+    (turned,) = content(grey.rotate(90, expand=True))  # the same patches in another shape
+    assert all(x != y for x, y in zip(a, turned, strict=False))
 
 
 def test_span_rows() -> None:
