@@ -1,10 +1,13 @@
 """The Python surface on the fake model."""
 
+import json
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
 from leadline import LLM, SamplingParams
+from leadline.config.model import read_config
 from leadline.engine.core import EngineCore
 from leadline.errors import (
     CapacityError,
@@ -17,6 +20,7 @@ from leadline.errors import (
 )
 from leadline.llm import resolve_model
 from tests.support.fake_llm import fake_llm
+from tests.support.scripted_llm import scripted_llm
 
 pytestmark = pytest.mark.unit
 
@@ -127,6 +131,18 @@ def test_chat_one_and_several_conversations():
         llm.chat([], FIVE)
     with pytest.raises(PromptError, match="thinking"):
         llm.chat(messages, FIVE, thinking=True)
+
+
+def test_chat_in_the_released_format_keeps_a_call_that_was_cut():
+    config = read_config(Path(__file__).parent.parent / "golden" / "released_config.json")
+    call = '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">x'
+    llm = scripted_llm(config, f"why</think>text\n\n{call}")
+    tool = {"type": "function", "function": {"name": "f"}}
+    (output,) = llm.chat([{"role": "user", "content": "x"}], SamplingParams(temperature=0, max_tokens=99), tools=[tool])
+    answer = output.outputs[0]
+    assert (answer.reasoning, answer.text) == ("why", "text")
+    (call,) = answer.tool_calls
+    assert json.loads(call)["function"] == {"name": "f", "arguments": '{"a": "x'}
 
 
 def test_an_answer_that_ends_at_once():
