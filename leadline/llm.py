@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
@@ -110,9 +111,8 @@ def resolve_model(model: str | Path | None) -> Path:
         return default_model_folder()
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: expected a folder, a hub id or None, got {model!r}")
-    with suppress(OSError):  # too long a name is no folder either
-        if Path(model).exists():
-            return Path(model)
+    if os.path.exists(model):  # false, too, for a path that the system refuses
+        return Path(model)
     if not _HUB_ID.fullmatch(str(model)):
         raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "
                               "neither; check the path")  # fmt: skip

@@ -235,7 +235,7 @@ def default_model_folder() -> Path:
                 raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{cache}: cannot write the default model ({error}); set XDG_CACHE_HOME") from error
     return folder
 

@@ -9,12 +9,13 @@ fallen back to. Values never change after reading.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
+from leadline.config.checks import parse_json
 from leadline.config.keys import (
     BOOL,
     INTEGERS,
@@ -208,11 +209,10 @@ def read_config(path: str | Path) -> ModelConfig:
     all that `ModelConfig.from_dict` refuses.
     """
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):  # unlike Path.is_dir, false for a path that the system refuses; reading it says why
         file = file / "config.json"
     try:
-        data = json.loads(file.read_bytes(), object_pairs_hook=_object_without_repeats, parse_constant=_refuse_constant)
-        return ModelConfig.from_dict(data)
+        return ModelConfig.from_dict(parse_json(file.read_bytes()))
     except OSError as error:
         advice = "give a checkpoint folder or its config.json"
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); {advice}") from error
@@ -220,19 +220,6 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ConfigError(f"{file}: expected a JSON object, got {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{repeated}: given twice in one object; keep one")
-    return result
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ConfigError(f"configuration: expected finite numbers, got {text}")
 
 
 def _read_nested(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def test_refusals():
         llm.generate("x", SamplingParams(stop_token_ids=[260]))
 
 
-@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", "", "x" * 5000])
+@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", "m" * 300, ""])
 def test_unknown_model_words(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected a checkpoint folder or a hub id|no such"):
