@@ -423,3 +423,9 @@ def test_drafts_behind_the_end_are_not_part_of_the_sequence():
         while core.has_work:
             core.step()
     assert lengths == [chain.index(stop) + 1]
+
+
+def test_types_below_text_are_refused():
+    rows = torch.zeros(2, 1, dtype=torch.bfloat16)
+    with pytest.raises(RequestError, match="types from -1 on"):
+        Request(token_ids=[4, 5], image_rows=rows, token_types=torch.tensor([-2, 0]))
