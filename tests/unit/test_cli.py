@@ -255,7 +255,7 @@ def test_chat_over_a_pipe(run):
     ("line", "error"),
     [
         ("/nonsense", "/nonsense: no such command"),
-        ("/image /no/such.png", "image /no/such.png"),
+        ("/image /no/such.png", "image '/no/such.png'"),
         ("/image", "/image: expected a path behind it"),
     ],
 )
