@@ -15,7 +15,10 @@ from leadline.cli import options
 from leadline.errors import VerificationError
 from leadline.llm import resolve_model
 from leadline.model.model import Model
-from leadline.verify import RECORDING, Part, check_decode, check_formats, check_recording, read_recording
+from leadline.verify.formats import check_formats
+from leadline.verify.operators import check_operators
+from leadline.verify.parts import Part
+from leadline.verify.recording import RECORDING, check_decode, check_recording, read_recording
 
 
 def verify(
@@ -30,9 +33,8 @@ def verify(
     folder = resolve_model(model or None)
     path = Path(recording) if recording else folder / RECORDING
     recorded = read_recording(path) if recording or path.exists() else None
-    parts = check_formats()
     loaded = Model.load(folder)
-    parts += check_decode(loaded)
+    parts = check_formats() + check_operators(loaded.device) + check_decode(loaded)
     if recorded is not None:
         parts += check_recording(loaded, recorded)
     if json:
@@ -43,8 +45,8 @@ def verify(
         console.print(_table(parts))
         if recorded is None:
             console.print(
-                f"no recording: {path} does not exist, so only formats and the model against itself were checked; "
-                "name one as second argument",
+                f"no recording: {path} does not exist, so only formats, operators and the model against itself were "
+                "checked; name one as second argument",
                 markup=False,
                 soft_wrap=True,
             )

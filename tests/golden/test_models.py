@@ -10,7 +10,9 @@ import torch
 
 from leadline.errors import VerificationError
 from leadline.model.model import Model
-from leadline.verify import LOGIT_MEDIAN, Part, check_decode, check_formats, check_recording, read_recording
+from leadline.verify.formats import check_formats
+from leadline.verify.parts import Part
+from leadline.verify.recording import LOGIT_MEDIAN, check_decode, check_recording, read_recording
 
 pytestmark = pytest.mark.golden
 

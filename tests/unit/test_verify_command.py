@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 from leadline.cli.main import app
 from leadline.errors import VerificationError
 from leadline.model.model import Model
-from leadline.verify import Check, Part, check_recording
+from leadline.ops import dispatch
+from leadline.verify.operators import check_operators
+from leadline.verify.parts import Check, Part
+from leadline.verify.recording import check_recording
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +37,15 @@ def run(*args):
 def test_recorded_run_passes():
     result = run(MODEL)
     assert result.exit_code == 0, result.output
-    for word in ("formats: E4M3", "decode against prefill", "layer 3 stream", "greedy tokens", "tolerance", "pass"):
+    for word in (
+        "formats: E4M3",
+        "operators: moe, reference",
+        "decode against prefill",
+        "layer 3 stream",
+        "greedy tokens",
+        "tolerance",
+        "pass",
+    ):
         assert word in result.output
     assert "FAIL" not in result.output
 
@@ -45,8 +56,30 @@ def test_without_a_recording_it_says_so(tmp_path):
     result = run(tmp_path)
     assert result.exit_code == 0, result.output
     assert "no recording" in result.output
+    assert "operators: moe, reference" in result.output
     assert "decode against prefill" in result.output
     assert "layer 0" not in result.output
+
+
+def slightly_wrong(results):
+    """The last row of every result, or a whole number, moved a little."""
+    results = [result.clone() for result in (results if isinstance(results, tuple) else (results,))]
+    for result in results:
+        result[-1] = result[-1] * 1.02 if result.is_floating_point() else result[-1] + 1
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+@pytest.mark.parametrize("op", sorted({row.op for row in dispatch.table(torch.device("cpu"))}))
+def test_every_implementation_of_an_operator_is_checked(monkeypatch, op):
+    device = torch.device("cpu")
+    monkeypatch.setitem(dispatch._registry, op, dict(dispatch._registry[op]))
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    reference = dispatch.choose(op, None, device)
+    dispatch.register(op, "wrong", lambda *operands: slightly_wrong(reference(*operands)))
+    dispatch.register(op, "elsewhere", reference, lambda device: "needs another device")
+    parts = check_operators(device)
+    assert [part.name for part in parts if not part.passed] == [f"operators: {op}, wrong"]
+    assert len(parts) == len({row.op for row in dispatch.table(device)}) + 1
 
 
 def test_a_difference_fails_with_status_one(tmp_path):

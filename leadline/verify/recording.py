@@ -1,4 +1,4 @@
-"""Does this machine compute what the published reference computed? The comparison behind `leadline verify`.
+"""The model against itself and against a recording of the published reference.
 
 A recording is a file of the reference's inner values for one prompt and some steps after it. It is compared twice:
     fed      every layer is given the recorded streams and collapse weights of the layer below it, so that errors do
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ from torch import Tensor
 from leadline.config.model import ModelConfig
 from leadline.config.token_types import TokenType
 from leadline.errors import VerificationError
-from leadline.formats import fp4, fp8
-from leadline.formats.rows import compressed_row, index_row, window_row
 from leadline.model.block import Block
 from leadline.model.draft import DraftOutput
 from leadline.model.model import Model
 from leadline.model.step import Run
 from leadline.text.images import prepare_image
+from leadline.verify.parts import Part, check, exact, part
 
 RECORDING = "golden.safetensors"
 
@@ -63,33 +62,6 @@ DECODE_TOKENS, DECODE_SPLIT = 41, 24  # odd lengths, open groups and more than o
 Recording = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One statistic and the most it may be. NaN fails."""
-
-    what: str
-    value: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.value <= self.limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """The comparison of one part: largest and root mean square error over its positions, and what was required."""
-
-    name: str
-    worst: float
-    rms: float
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-
 def read_recording(path: str | Path) -> Recording:
     """Read a recording.
 
@@ -105,30 +77,6 @@ def read_recording(path: str | Path) -> Recording:
     return recording
 
 
-@torch.inference_mode()
-def check_formats() -> list[Part]:
-    """Number formats: every FP4 value, known E4M3 and E8M0 bytes, and rows of all three kinds packed and unpacked."""
-    fp4_values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    block = torch.cat((fp4_values, -fp4_values)).bfloat16()  # code i at place i, scale one in both formats
-    packed = torch.arange(1, 16, 2, dtype=torch.uint8) * 16 + torch.arange(0, 16, 2, dtype=torch.uint8)
-    e4m3 = {0x00: 0.0, 0x01: 2.0**-9, 0x08: 2.0**-6, 0x38: 1.0, 0x3C: 1.5, 0x7E: 448.0, 0xFE: -448.0}
-    codes = torch.tensor([*e4m3, *[0] * (fp8.BLOCK - len(e4m3))], dtype=torch.uint8)
-    values = torch.tensor([*e4m3.values(), *[0.0] * (fp8.BLOCK - len(e4m3))]).bfloat16()
-    one_e8m0, one_e4m3 = torch.tensor([127], dtype=torch.uint8), torch.tensor([0x38], dtype=torch.uint8)
-    parts = [
-        _exact("formats: E4M3, E8M0", fp8.dequantize_e4m3_e8m0(codes, one_e8m0), values),
-        _exact("formats: E4M3 encoded", torch.cat(fp8.quantize_e4m3_e8m0(values)), torch.cat((codes, one_e8m0))),
-        _exact("formats: FP4, E4M3", fp4.dequantize_fp4_e4m3(packed, one_e4m3), block),
-        _exact("formats: FP4, E4M3 encoded", torch.cat(fp4.quantize_fp4_e4m3(block)), torch.cat((packed, one_e4m3))),
-        _exact("formats: FP4, E8M0", fp4.dequantize_fp4_e8m0(packed.repeat(2), one_e8m0), block.repeat(2)),
-    ]
-    x = torch.randn(33, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for layout in (window_row(128), compressed_row(128), index_row(128)):
-        once = layout.unpack(*layout.pack(x))
-        parts.append(_exact(f"formats: {layout.name} row", layout.unpack(*layout.pack(once)), once))
-    return parts
-
-
 def check_decode(model: Model) -> list[Part]:
     """Random ids token by token against one prefill of all of them: the model against itself, without a recording."""
     limit = min(model.config.vocab_size, model.config.image_token_id)  # ids below it are text in every vocabulary
@@ -138,8 +86,8 @@ def check_decode(model: Model) -> list[Part]:
     once, _, _ = _run_chained(model, ids, ids[:0])
     prompt, steps, _ = _run_chained(model, ids[:split], ids[split:])
     error = _logit_error(torch.cat((prompt, steps)), once)
-    checks = (_check("median", error.median(), DECODE_MEDIAN), _check("worst", error.max(), DECODE_WORST))
-    return [_part("decode against prefill", error, *checks)]
+    checks = (check("median", error.median(), DECODE_MEDIAN), check("worst", error.max(), DECODE_WORST))
+    return [part("decode against prefill", error, *checks)]
 
 
 @torch.inference_mode()
@@ -216,7 +164,7 @@ def _check_embedded(model: Model, recording: Recording) -> list[Part]:
     ids, embedded = recording["input_ids"].long(), recording["embedded"]
     types = recording.get("token_types")
     if types is None:
-        return [_exact("embedded", model.embed[ids], embedded)]
+        return [exact("embedded", model.embed[ids], embedded)]
     is_text = types == TokenType.TEXT
     assert model.config.vision is not None
     image = prepare_image(
@@ -235,9 +183,9 @@ def _check_embedded(model: Model, recording: Recording) -> list[Part]:
     total = (rows.float() - expected.float()).square().mean().div(expected.float().square().mean()).sqrt()
     beyond = (moved > PATCH_STEP).float().mean()
     return [
-        _exact("embedded text", model.embed[ids[is_text]], embedded[is_text]),
-        _part("image patches", moved, _check(f"share beyond {PATCH_STEP:.4f}", beyond, PATCH_SHARE)),
-        _part("image rows", _relative_error(rows, expected), _check("relative rms", total, VISION_RMS)),
+        exact("embedded text", model.embed[ids[is_text]], embedded[is_text]),
+        part("image patches", moved, check(f"share beyond {PATCH_STEP:.4f}", beyond, PATCH_SHARE)),
+        part("image rows", _relative_error(rows, expected), check("relative rms", total, VISION_RMS)),
     ]
 
 
@@ -296,10 +244,10 @@ def _check_layers(model: Model, recording: Recording) -> list[Part]:
     def near(name: str, found: Tensor, expected: Tensor, is_same: Tensor | None = None) -> Part:
         error = _relative_error(found, expected)
         if is_same is None:
-            worst = _check("worst", error.max(), LAYER_WORST)
+            worst = check("worst", error.max(), LAYER_WORST)
         else:  # the mean alone includes swapped rows
-            worst = _check("worst, same selection", error.masked_fill(~is_same, 0.0).max(), LAYER_WORST)
-        return _part(name, error, _check("mean", error.mean(), LAYER_MEAN), worst)
+            worst = check("worst, same selection", error.masked_fill(~is_same, 0.0).max(), LAYER_WORST)
+        return part(name, error, check("mean", error.mean(), LAYER_MEAN), worst)
 
     selections = {
         k: (seen[f"layer{k}.selected"], recorded(f"selected_layer{k}"))
@@ -321,12 +269,12 @@ def _check_layers(model: Model, recording: Recording) -> list[Part]:
         given = recorded("expert_weights", k)
         weights.append((torch.where(same[:, None], seen[f"layer{k}.expert_weights"], given), given))
     routes_changed = 1 - torch.cat(routes_equal).float()
-    parts.append(_part("experts", routes_changed, _check("share changed", routes_changed.mean(), CHANGED_ROUTES)))
+    parts.append(part("experts", routes_changed, check("share changed", routes_changed.mean(), CHANGED_ROUTES)))
     parts.append(near("expert_weights", torch.cat([w[0] for w in weights]), torch.cat([w[1] for w in weights])))
     if selections:
         swapped = 1 - torch.cat([_overlap(*both) for both in selections.values()])
-        limits = (_check("mean", swapped.mean(), SWAPPED_MEAN), _check("worst", swapped.max(), SWAPPED_WORST))
-        parts.append(_part("selected rows", swapped, *limits))
+        limits = (check("mean", swapped.mean(), SWAPPED_MEAN), check("worst", swapped.max(), SWAPPED_WORST))
+        parts.append(part("selected rows", swapped, *limits))
     if "prefill_main_hidden" in recording:
         parts.append(near("main_hidden", seen["main_hidden"], recorded("main_hidden")))
     return parts
@@ -370,8 +318,8 @@ def _check_chained(model: Model, recording: Recording) -> list[Part]:
 
     def near(name: str, error: Tensor, noise: Tensor = noise) -> Part:
         error, unit = error.flatten(), float(noise)
-        median = _check("median", error.median(), LOGIT_MEDIAN * unit)
-        return _part(name, error, median, _check("95 %", error.quantile(0.95), LOGIT_P95 * unit))
+        median = check("median", error.median(), LOGIT_MEDIAN * unit)
+        return part(name, error, median, check("95 %", error.quantile(0.95), LOGIT_P95 * unit))
 
     parts = [
         near("prefill logits", _logit_error(prefill, recording["prefill_logits"]), noise_prefill.median()),
@@ -410,20 +358,6 @@ def _logit_error(found: Tensor, expected: Tensor) -> Tensor:
     return (found - expected).square().mean(-1).sqrt() / expected.std(-1)
 
 
-def _check(what: str, value: Tensor, limit: float) -> Check:
-    return Check(what=what, value=float(value), limit=limit)
-
-
-def _part(name: str, error: Tensor, *checks: Check) -> Part:
-    error = error.float()
-    return Part(name=name, worst=float(error.max()), rms=float(error.square().mean().sqrt()), checks=checks)
-
-
-def _exact(name: str, found: Tensor, expected: Tensor) -> Part:
-    error = (found.float() - expected.float()).abs()
-    return _part(name, error, _check("worst", error.max(), 0.0))
-
-
 def _broken(name: str, is_broken: Tensor) -> Part:
     """Choices that differ in spite of a clear margin."""
-    return _part(name, is_broken, _check("broken", is_broken.sum(), 0.0))
+    return part(name, is_broken, check("broken", is_broken.sum(), 0.0))
