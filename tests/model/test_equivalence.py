@@ -77,6 +77,36 @@ def test_every_split_in_two(name: str) -> None:
         seq.close()
 
 
+def every_split(length: int) -> list[list[int]]:
+    """All ways of cutting so many tokens into chunks."""
+    return [[first, *rest] for first in range(1, length + 1) for rest in every_split(length - first)] or [[]]
+
+
+@pytest.mark.parametrize(
+    ("name", "has_image"), [(name, False) for name in NAMES] + [("vision", True), ("everything", True)]
+)
+def test_every_split_of_a_short_prompt(name: str, has_image: bool) -> None:
+    """128 sequences side by side, one for each split of 8 tokens; an image lies across groups and n-grams."""
+    model, n = load(name), 8
+    tokens = text(model, n)
+    if has_image:
+        types = torch.tensor([-1, -1, 0, 1, 2, 3, -1, -1])
+        rows = torch.randn(4, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        tokens = Tokens(tokens.ids.masked_fill(types >= 0, model.config.image_token_id), types, rows)
+    expected = one_shot(model, tokens)
+    splits = every_split(n)
+    assert len({tuple(split) for split in splits}) == 2 ** (n - 1)
+    cache = new_cache(model, max_sequences=len(splits), max_tokens=len(splits) * PAGE_TOKENS)
+    sequences = [cache.open() for _ in splits]
+    for turn in range(n):
+        active = [(seq, split[turn]) for seq, split in zip(sequences, splits, strict=True) if turn < len(split)]
+        runs = [run_of(seq, tokens.part(seq.length, seq.length + size), prompt_length=n) for seq, size in active]
+        starts = [seq.length for seq, _ in active]
+        for start, (_, size), logits in zip(starts, active, model.step(runs, cache).logits, strict=True):
+            assert torch.equal(logits, expected[start : start + size])
+    assert {seq.length for seq in sequences} == {n}
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("prefill", ["full", "halo"])
 def test_chunks_of_odd_sizes(name: str, prefill: str) -> None:
