@@ -11,7 +11,6 @@ from leadline.config.model import ModelConfig, YarnConfig, read_config
 from leadline.formats import fp8, rows
 from leadline.ops import engram, hyper, router
 from leadline.ops.linear import Weight, linear, linear_f32
-from leadline.ops.norm import rms_norm
 from leadline.ops.quantize import act_quant
 from leadline.ops.reference.hyper import split
 from leadline.ops.rope import apply_rope, frequencies, turns

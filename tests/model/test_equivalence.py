@@ -64,47 +64,46 @@ def test_decode_from_the_first_token(name: str) -> None:
     assert torch.equal(logits, one_shot(model, tokens))
 
 
-@pytest.mark.parametrize("name", ["shared_index", "everything"])
-def test_every_split_in_two(name: str) -> None:
-    model = load(name)
-    tokens = text(model, 37)
-    expected = one_shot(model, tokens)
-    cache = new_cache(model)
-    for first in range(1, 37):
-        seq = cache.open()
-        logits = feed(model, cache, seq, tokens, [first, 37 - first], prompt_length=37)
-        assert torch.equal(logits, expected), first
-        seq.close()
-
-
 def every_split(length: int) -> list[list[int]]:
     """All ways of cutting so many tokens into chunks."""
     return [[first, *rest] for first in range(1, length + 1) for rest in every_split(length - first)] or [[]]
 
 
-@pytest.mark.parametrize(
-    ("name", "has_image"), [(name, False) for name in NAMES] + [("vision", True), ("everything", True)]
-)
-def test_every_split_of_a_short_prompt(name: str, has_image: bool) -> None:
-    """128 sequences side by side, one for each split of 8 tokens; an image lies across groups and n-grams."""
-    model, n = load(name), 8
-    tokens = text(model, n)
-    if has_image:
-        types = torch.tensor([-1, -1, 0, 1, 2, 3, -1, -1])
-        rows = torch.randn(4, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
-        tokens = Tokens(tokens.ids.masked_fill(types >= 0, model.config.image_token_id), types, rows)
-    expected = one_shot(model, tokens)
-    splits = every_split(n)
-    assert len({tuple(split) for split in splits}) == 2 ** (n - 1)
+def assert_splits_are_equal(model: Model, tokens: Tokens, splits: list[list[int]]) -> None:
+    """One sequence for each split, side by side."""
+    expected, n = one_shot(model, tokens), len(tokens)
     cache = new_cache(model, max_sequences=len(splits), max_tokens=len(splits) * PAGE_TOKENS)
     sequences = [cache.open() for _ in splits]
-    for turn in range(n):
+    for turn in range(max(len(split) for split in splits)):
         active = [(seq, split[turn]) for seq, split in zip(sequences, splits, strict=True) if turn < len(split)]
-        runs = [run_of(seq, tokens.part(seq.length, seq.length + size), prompt_length=n) for seq, size in active]
         starts = [seq.length for seq, _ in active]
-        for start, (_, size), logits in zip(starts, active, model.step(runs, cache).logits, strict=True):
-            assert torch.equal(logits, expected[start : start + size])
+        runs = [run_of(seq, tokens.part(seq.length, seq.length + size), prompt_length=n) for seq, size in active]
+        for start, (seq, _), logits in zip(starts, active, model.step(runs, cache).logits, strict=True):
+            assert torch.equal(logits, expected[start : seq.length]), splits[sequences.index(seq)]
     assert {seq.length for seq in sequences} == {n}
+
+
+@pytest.mark.parametrize("name", ["shared_index", "candidates", "everything"])
+def test_every_split_in_two(name: str) -> None:
+    model = load(name)
+    assert_splits_are_equal(model, text(model, 37), [[first, 37 - first] for first in range(1, 37)])
+
+
+@pytest.mark.parametrize(
+    ("name", "has_image"),
+    [("shared_index", False), ("engram", False), ("everything", False), ("vision", True), ("everything", True)],
+)
+def test_every_split_of_a_short_prompt(name: str, has_image: bool) -> None:
+    """All 64 splits of 7 tokens; an image lies across groups and n-grams."""
+    model, n = load(name), 7
+    tokens = text(model, n)
+    if has_image:
+        types = torch.tensor([-1, -1, 0, 1, 2, 3, -1])
+        rows = torch.randn(4, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        tokens = Tokens(tokens.ids.masked_fill(types >= 0, model.config.image_token_id), types, rows)
+    splits = every_split(n)
+    assert len({tuple(split) for split in splits}) == 2 ** (n - 1)
+    assert_splits_are_equal(model, tokens, splits)
 
 
 @pytest.mark.parametrize("name", NAMES)
