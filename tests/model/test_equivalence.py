@@ -194,6 +194,16 @@ def test_replay_of_a_prompt_within_the_window_is_exact(name: str) -> None:
     assert torch.equal(logits, one_shot(model, tokens))
 
 
+def test_replay_with_one_layer_above_the_last_source_is_exact_at_the_last_position() -> None:
+    """The source itself sees whole windows: what is cut off begins one layer above it."""
+    model = load("draft")
+    assert model.plan.split_layer == model.config.num_hidden_layers - 2
+    tokens = text(model, 150)
+    cache = new_cache(model)
+    last = feed(model, cache, cache.open(), tokens, [150], prompt_length=150, prefill="replay", logits_from=149)
+    assert torch.equal(last, one_shot(model, tokens)[149:])
+
+
 # Among others --------------------------------------------------------------------------------------------------------
 
 

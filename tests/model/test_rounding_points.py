@@ -1,0 +1,86 @@
+"""Where the model rounds: what reaches a quantised weight, and what attention reads, lies on the published grids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from leadline.formats.rows import compressed_row, window_row
+from leadline.model import attention, block, draft, engram, indexer
+from leadline.model.model import Model
+from leadline.ops.quantize import act_quant, index_quant
+from tests.model.driver import MODELS, feed, new_cache, with_image
+
+pytestmark = pytest.mark.tiny
+
+
+def test_every_operand_is_on_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+
+    def spy(module: Any, name: str, look: Any) -> None:
+        real = getattr(module, name)
+
+        def call(*given: Any, **options: Any) -> Any:
+            look(*given)
+            return real(*given, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    def linear(where: str) -> Any:
+        def look(x: Tensor, weight: Any) -> None:
+            if weight.kind != "bf16":
+                seen.add(where)
+                assert torch.equal(act_quant(x), x)
+
+        return look
+
+    def experts(x: Tensor, *_: Any) -> None:
+        seen.add("experts")
+        assert torch.equal(act_quant(x), x)
+
+    def attend(where: str) -> Any:
+        def look(
+            q: Tensor, window: Any, window_idx: Tensor, selected: Any, selected_idx: Tensor | None, *_: Any
+        ) -> None:
+            for layout, rows, idx in ((window_row, window, window_idx), (compressed_row, selected, selected_idx)):
+                if rows is None or not bool((idx >= 0).any()):
+                    continue
+                seen.add(f"{where} {layout.__name__}")
+                values = rows.gather(idx[idx >= 0])
+                grid = layout(values.shape[-1])
+                assert torch.equal(grid.unpack(*grid.pack(values)), values)
+
+        return look
+
+    def select(q: Tensor, weight: Tensor, *_: Any) -> None:
+        seen.add("select")
+        assert torch.equal(index_quant(q), q)
+        assert torch.equal(weight.bfloat16().float(), weight)
+
+    for module in (attention, draft, engram):
+        spy(module, "linear", linear(module.__name__.rsplit(".", 1)[1]))
+    spy(block, "moe", experts)
+    for module in (attention, draft):
+        spy(module, "sparse_attention", attend(module.__name__.rsplit(".", 1)[1]))
+    for name in ("select_rows", "select_rows_and_blocks", "select_in_blocks"):
+        spy(indexer, name, select)
+
+    model = Model.load(MODELS / "everything", weights="packed")
+    tokens = with_image("everything")
+    cache = new_cache(model)
+    sequence = cache.open()
+    feed(model, cache, sequence, tokens, [len(tokens) - 1, 1], prompt_length=len(tokens))
+    offered: list[Tensor] = []
+
+    def choose(_: int, logits: Tensor) -> Tensor:
+        offered.append(logits)
+        return logits.argmax(-1)
+
+    drafted = model.draft(cache, [sequence], torch.tensor([7]), choose)
+    assert torch.equal(torch.stack(offered, 1), drafted.logits)  # drafts are chosen from the corrected logits
+    assert torch.equal(drafted.logits.argmax(-1), drafted.token_ids)
+    rows = {f"{where} window_row" for where in ("attention", "draft")} | {"attention compressed_row"}
+    assert seen == {"attention", "draft", "engram", "experts", "select"} | rows
