@@ -1,4 +1,4 @@
-"""Where the model rounds: what reaches a quantised weight, and what attention reads, lies on the published grids."""
+"""Values that no output shows clearly: the grids of what products and attention read, and who selects among what."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from leadline.formats.rows import compressed_row, window_row
 from leadline.model import attention, block, draft, engram, indexer
 from leadline.model.model import Model
 from leadline.ops.quantize import act_quant, index_quant
-from tests.model.driver import MODELS, feed, new_cache, with_image
+from tests.model.driver import MODELS, feed, new_cache, run_of, text, with_image
+from tests.model.random_models import Shape, model_of
 
 pytestmark = pytest.mark.tiny
 
@@ -84,3 +85,32 @@ def test_every_operand_is_on_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(drafted.logits.argmax(-1), drafted.token_ids)
     rows = {f"{where} window_row" for where in ("attention", "draft")} | {"attention compressed_row"}
     assert seen == {"attention", "draft", "engram", "experts", "select"} | rows
+
+
+def test_every_consumer_selects_inside_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those above another consumer, for prompts and single tokens, and with layers between that reuse."""
+    blocks: list[Tensor] = []
+    real = indexer.select_in_blocks
+
+    def spy(*given: Any) -> Tensor:
+        blocks.append(given[4])
+        return real(*given)
+
+    monkeypatch.setattr(indexer, "select_in_blocks", spy)
+    shape = Shape("1iri", True, engram=(), targets=(), window=8, topk=4, experts=1, seed=0)
+    model = model_of(shape)
+    size, most = model.config.candidate_block_size, model.config.candidate_topk_blocks
+    cache = new_cache(model)
+    sequence, tokens = cache.open(), text(model, 72)
+    for part in (tokens.part(0, 70), tokens.part(70, 71), tokens.part(71, 72)):
+        selected: dict[str, Tensor] = {}
+        blocks.clear()
+        model.step([run_of(sequence, part)], cache, lambda name, value, found=selected: found.update({name: value}))
+        first, second = blocks
+        assert torch.equal(first, second)
+        assert bool((first[-1] >= 0).sum() == most < sequence.length // size)  # restricted
+        for layer in (1, 3):
+            row_TK = selected[f"layer{layer}.selected"]
+            inside = (row_TK[:, :, None] // size == first[:, None]).any(-1)
+            assert bool((inside | (row_TK < 0)).all())
+        assert not torch.equal(selected["layer1.selected"], selected["layer3.selected"])
