@@ -15,6 +15,7 @@ from leadline.cache.pages import MAX_ROLLBACK, PAGE_TOKENS
 from leadline.cache.pool import KVCache
 from leadline.cache.sequence import Sequence
 from leadline.errors import CapacityError, PromptError, RequestError
+from leadline.model import indexer
 from leadline.model.draft import DraftOutput
 from leadline.model.model import Model
 from leadline.model.step import Run
@@ -133,6 +134,22 @@ def test_image_split_at_every_border(name: str) -> None:
         seq.close()
     logits = feed(model, cache, cache.open(), tokens, [1] * n, prompt_length=n)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("most", [0, 40])
+@pytest.mark.parametrize("name", ["shared_index", "everything"])
+def test_rows_read_from_the_pool_equal_decoded_ones(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long contexts, where too many rows are visible, and with many queries too many are selected, to be kept."""
+    model = load(name)
+    tokens = text(model, 150)
+    expected = one_shot(model, tokens)
+    monkeypatch.setattr(indexer, "DENSE_ROWS", most)
+    cache = new_cache(model, max_sequences=2)
+    other, seq = cache.open(), cache.open()
+    feed(model, cache, other, text(model, 60, seed=1), [60], prompt_length=60)
+    both = [run_of(other, text(model, 3, seed=2)), run_of(seq, tokens.part(0, 140))]
+    logits = [model.step(both, cache).logits[1], feed(model, cache, seq, tokens, [1] * 4 + [6], prompt_length=140)]
+    assert torch.equal(torch.cat(logits), expected)
 
 
 # Trimmed prefill -----------------------------------------------------------------------------------------------------
