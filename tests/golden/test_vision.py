@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,16 @@ def test_tower_and_aligner(number: int) -> None:
     assert rms_error(features, DATA[f"image{number}/vit"]) <= FEATURE_RMS
     assert aligned.shape == DATA[f"image{number}/aligned"].shape
     assert rms_error(aligned, DATA[f"image{number}/aligned"]) <= FEATURE_RMS
+
+
+def test_the_aligner_takes_the_exact_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = VisionTower(recorded_config(), _Recorded())
+    x = -2.25  # where the approximation by tanh is 1.4 % off
+    monkeypatch.setattr(tower, "_align1", lambda squares: torch.full((len(squares), 4), x, dtype=torch.bfloat16))
+    monkeypatch.setattr(tower, "_align2", lambda rows: rows)
+    (row,) = tower.align(torch.zeros(9, small_vision().hidden_size, dtype=torch.bfloat16), 3, 3)
+    expected = torch.full((4,), x * 0.5 * math.erfc(-x / math.sqrt(2)))
+    torch.testing.assert_close(row.float(), expected, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
