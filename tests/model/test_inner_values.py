@@ -95,6 +95,24 @@ def test_every_operand_is_on_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {"attention", "draft", "engram", "experts", "select"} | rows
 
 
+def test_the_first_layer_reads_the_first_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams start equal, so it matters only where an n-gram module comes before the first layer."""
+    given: list[tuple[Tensor, Tensor]] = []
+    real = block.collapse
+
+    def spy(h_TSD: Tensor, pre_TS: Tensor) -> Tensor:
+        given.append((h_TSD, pre_TS))
+        return real(h_TSD, pre_TS)
+
+    monkeypatch.setattr(block, "collapse", spy)
+    model = model_of(Shape("-", False, engram=(0,), targets=(), window=8, topk=4, experts=1, seed=0))
+    cache = new_cache(model)
+    model.step([run_of(cache.open(), text(model, 9))], cache)
+    h_TSD, pre_TS = given[0]
+    assert not torch.equal(h_TSD[:, 0], h_TSD[:, 1])
+    assert pre_TS.tolist() == [[1.0, 0.0, 0.0, 0.0]] * 9
+
+
 def test_every_consumer_selects_inside_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those above another consumer, for prompts and single tokens, and with layers between that reuse."""
     blocks: list[Tensor] = []
