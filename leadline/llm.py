@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
+from threading import RLock
 from typing import Any, Literal, NamedTuple
 
 from leadline.cache.prefix import PrefixCache
@@ -21,7 +23,7 @@ from leadline.engine.request import Delta, FinishReason, Progress, Request
 from leadline.engine.sampler import Logprob
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CheckpointError, ImageError, LeadlineError, PromptError, RequestError, SamplingError
+from leadline.errors import CheckpointError, EngineError, LeadlineError, PromptError, RequestError, SamplingError
 from leadline.model.step import Prefill
 from leadline.text.chat import ChatDelta, ChatParser, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import content_ids, expand_images, load_image, prepare_image
@@ -71,7 +73,7 @@ class CompletionOutput:
         if delta.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [_by_id(entries) for entries in delta.logprobs]
         self.num_drafted += delta.drafted
-        self.num_accepted += min(delta.drafted, max(0, len(delta.token_ids) - 1))
+        self.num_accepted += delta.accepted
         self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
 
 
@@ -109,7 +111,7 @@ def resolve_model(model: str | Path | None) -> Path:
         return default_model_folder()
     if not isinstance(model, str | Path):
         raise CheckpointError(f"model: expected a folder, a hub id or None, got {model!r}")
-    if Path(model).exists():
+    if os.path.isdir(model):  # false, too, for a path that the system refuses
         return Path(model)
     if not _HUB_ID.fullmatch(str(model)):
         raise CheckpointError(f"model {str(model)!r}: expected a checkpoint folder or a hub id like owner/name, got "
@@ -132,7 +134,7 @@ class Parts(NamedTuple):
 
 
 class LLM:
-    """A loaded model with its tokenizer and engine, for one thread.
+    """A loaded model with its tokenizer and engine. Threads may share it: their generations share the engine's steps.
 
     Args:
         model: folder, hub id, None for the small random model, or the parts of one in memory.
@@ -211,6 +213,7 @@ class LLM:
             max_waiting=max_waiting,
         )
         self._inbox: dict[int, list[Delta]] = {}  # deltas of open generations, by ticket
+        self._lock = RLock()  # of engine and inbox; again by a thread that has it, where a lost generator is collected
 
     @classmethod
     def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
@@ -284,26 +287,31 @@ class LLM:
         total = sum(len(request.token_ids) * request.params.n for request in requests)
         before = reported = engine.prompt_tokens_done
         try:
-            tickets += (engine.add(request) for request in requests)
-            self._inbox.update((ticket, []) for ticket in tickets)
+            with self._lock:
+                tickets += (engine.add(request) for request in requests)
+                self._inbox.update((ticket, []) for ticket in tickets)
             index = {ticket: i for i, ticket in enumerate(tickets)}
             left = sum(request.params.n for request in requests)
             while left:
-                if not any(self._inbox[ticket] for ticket in tickets):
-                    for delta in engine.step():
-                        self._inbox[delta.request].append(delta)
+                with self._lock:
+                    if not any(self._inbox[ticket] for ticket in tickets):
+                        if not any(map(engine.is_open, tickets)):
+                            raise EngineError("generation: it ended with a step that was interrupted; start it again")
+                        for delta in engine.step():
+                            self._inbox[delta.request].append(delta)
+                    deltas = [delta for ticket in tickets for delta in self._inbox[ticket]]
+                    self._inbox.update((ticket, []) for ticket in tickets)
                 if progress is not None and reported != engine.prompt_tokens_done:
                     reported = engine.prompt_tokens_done
                     progress(min(total, reported - before), total)
-                for ticket in tickets:
-                    deltas, self._inbox[ticket] = self._inbox[ticket], []
-                    for delta in deltas:
-                        left -= delta.finish_reason is not None
-                        yield replace(delta, request=index[ticket])
+                for delta in deltas:
+                    left -= delta.finish_reason is not None
+                    yield replace(delta, request=index[delta.request])
         finally:
-            for ticket in tickets:
-                engine.cancel(ticket)
-                self._inbox.pop(ticket, None)
+            with self._lock:
+                for ticket in tickets:
+                    engine.cancel(ticket)
+                    self._inbox.pop(ticket, None)
 
     def chat(
         self,
@@ -344,7 +352,16 @@ class LLM:
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
         """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
-        scored = score(self.model, self.cache, ids, top=top, max_length=self.engine.max_length, progress=progress)
+        with self._lock:
+            scored = score(
+                self.model,
+                self.cache,
+                ids,
+                top=top,
+                max_length=self.engine.max_length,
+                prefix=self.engine.prefix,
+                progress=progress,
+            )
         return [
             ScoreOutput(
                 prompt_token_ids=prompt_ids,
@@ -359,14 +376,16 @@ class LLM:
         Raises: RequestError without a prefix cache, or for a model that was not loaded from a folder. CheckpointError
         if the file cannot be written.
         """
-        self._prefix_cache().save(path, self._fingerprint())
+        with self._lock:
+            self._prefix_cache().save(path, self._fingerprint())
 
     def load_prefixes(self, path: str | Path) -> None:
         """Add what `save_prefixes` wrote to the cache of past sequences, as far as there is room.
 
         Raises: CheckpointError if the file is missing, damaged or of another model. RequestError as `save_prefixes`.
         """
-        self._prefix_cache().load(path, self._fingerprint())
+        with self._lock:
+            self._prefix_cache().load(path, self._fingerprint())
 
     def _prefix_cache(self) -> PrefixCache:
         if self.engine.prefix is None:
@@ -412,9 +431,6 @@ class LLM:
         if vision is None:
             got = len(images) or f"the image token {self.config.image_token_id} in the prompt"
             raise PromptError(f"images: expected none, got {got}; this model does not read images")
-        for source in images:
-            if not isinstance(source, str | bytes | Path):
-                raise ImageError(f"images: expected paths, bytes or data URLs, got {brief(source)}")
         prepared = [prepare_image(load_image(source), vision) for source in images]
         ids_T, types_T = expand_images(token_ids, [image.plan for image in prepared], self.config.image_token_id)
         return Request(

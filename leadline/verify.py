@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from leadline.config.model import ModelConfig
 from leadline.config.token_types import TokenType
 from leadline.errors import VerificationError
 from leadline.formats import fp4, fp8
@@ -145,17 +146,70 @@ def check_decode(model: Model) -> list[Part]:
 def check_recording(model: Model, recording: Recording) -> list[Part]:
     """All parts of a recording, layer by layer and chained.
 
-    Raises: VerificationError: the recording is of a model with another structure.
+    Raises: VerificationError: the recording is incomplete, or of a model with another structure.
     """
-    num_layers, _, streams, width = recording["prefill_stream"].shape
-    c = model.config
-    if (num_layers, streams, width) != (c.num_hidden_layers, c.hc_mult, c.hidden_size):
-        raise VerificationError(
-            f"recording: expected {c.num_hidden_layers} layers of {c.hc_mult} x {c.hidden_size} like the model, got "
-            f"{num_layers} of {streams} x {width}; it belongs to another model"
-        )
+    _check_structure(model.config, recording)
     recording = {name: value.to(model.device) for name, value in recording.items()}
     return _check_embedded(model, recording) + _check_layers(model, recording) + _check_chained(model, recording)
+
+
+def _need(recording: Recording, name: str, *shape: int, ids_below: int | None = None) -> None:
+    """Raises: VerificationError unless the tensor is there in its shape, not empty, and holds ids if it should."""
+    found = recording.get(name)
+    if found is None or tuple(found.shape) != shape or 0 in shape:
+        got = "nothing" if found is None else list(found.shape)
+        reason = f"{name}: expected the shape {list(shape)} of this model and prompt, no part of it 0, got {got}"
+    elif ids_below is not None and (found.is_floating_point() or int(found.min()) < 0 or int(found.max()) >= ids_below):
+        reason = f"{name}: expected integers from 0 to {ids_below - 1}, got {found.dtype} up to {found.max()}"
+    else:
+        return
+    raise VerificationError(f"recording: {reason}; it is damaged or belongs to another model")
+
+
+def _check_structure(c: ModelConfig, recording: Recording) -> None:
+    """Raises: VerificationError unless all that is compared is there in its shape, with ids of the vocabulary."""
+
+    def length(name: str) -> int:
+        return recording[name].numel() if name in recording else 0
+
+    def run(where: str, rows: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        """Checks a prompt, its steps, and the rows recorded of both by name; returns both lengths."""
+        prompt, steps = length(f"{where}input_ids"), max(0, length(f"{where}tokens") - 1)
+        _need(recording, f"{where}input_ids", prompt, ids_below=c.vocab_size)
+        _need(recording, f"{where}tokens", steps + 1, ids_below=c.vocab_size)
+        for name, row in rows.items():
+            _need(recording, f"{where}prefill_{name}", prompt, *row)
+            _need(recording, f"{where}decode_{name}", steps, *row)
+        return prompt, steps
+
+    logits, mixed, layers = {"logits": (c.vocab_size,)}, (c.hc_mult, c.hidden_size), c.num_hidden_layers
+    optional: dict[str, tuple[int, ...]] = {"main_hidden": (c.hidden_size * len(c.dspark_target_layer_ids),)}
+    optional |= {f"selected_layer{k}": (c.index_topk,) for k in range(layers)}
+    optional |= {f"after_engram_layer{k}": mixed for k in range(layers)}
+    prompt, steps = run("", logits | {name: row for name, row in optional.items() if f"prefill_{name}" in recording})
+    experts = (c.num_experts_per_tok,)
+    for name, row in {"stream": mixed, "pre_mix": mixed[:1], "experts": experts, "expert_weights": experts}.items():
+        _need(recording, f"prefill_{name}", layers, prompt, *row)
+        _need(recording, f"decode_{name}", steps, layers, *row)
+    _need(recording, "embedded", prompt, c.hidden_size)
+    _need(recording, "noise_prefill", prompt)
+    _need(recording, "noise_decode", steps)
+    _need(recording, "top1_margin", steps + 1)
+    if "draft_tokens" in recording:
+        drafts, shown = c.dspark_block_size if c.num_nextn_predict_layers else 0, length("draft_logits_steps")
+        _need(recording, "draft_tokens", steps, drafts + 1, ids_below=c.vocab_size)
+        _need(recording, "draft_confidence", steps, drafts)
+        _need(recording, "draft_logits_steps", shown, ids_below=steps)
+        _need(recording, "draft_logits", shown, drafts, c.vocab_size)
+    for where in ("one_token/", "two_tokens/"):
+        if f"{where}input_ids" in recording:
+            run(where, logits)
+    if "token_types" in recording:
+        if c.vision is None:
+            raise VerificationError("recording: token_types: expected none, as this model reads no images")
+        _need(recording, "token_types", prompt)
+        sides = recording["image_pixels"].shape[:2] if "image_pixels" in recording else (0, 0)
+        _need(recording, "image_pixels", *sides, 3, ids_below=256)
 
 
 def _check_embedded(model: Model, recording: Recording) -> list[Part]:
@@ -165,11 +219,19 @@ def _check_embedded(model: Model, recording: Recording) -> list[Part]:
         return [_exact("embedded", model.embed[ids], embedded)]
     is_text = types == TokenType.TEXT
     assert model.config.vision is not None
-    image = prepare_image(Image.fromarray(recording["image_pixels"].cpu().numpy()), model.config.vision)
+    image = prepare_image(
+        Image.fromarray(recording["image_pixels"].to("cpu", torch.uint8).numpy()), model.config.vision
+    )
+    patch = model.config.vision.patch_size
+    _need(recording, "image_patches", len(image.patches), 3, patch, patch)
     patches = recording["image_patches"].flatten(1)
     moved = (image.patches.to(patches) - patches).float().abs()
     rows = model.encode_images([replace(image, patches=patches)])
     expected = embedded[~is_text]
+    if rows.shape != expected.shape:
+        raise VerificationError(
+            f"recording: token_types: expected {len(rows)} positions of the image, got {len(expected)}; it is damaged"
+        )
     total = (rows.float() - expected.float()).square().mean().div(expected.float().square().mean()).sqrt()
     beyond = (moved > PATCH_STEP).float().mean()
     return [

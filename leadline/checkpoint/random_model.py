@@ -7,15 +7,16 @@ model writes is noise; its next-token distribution is not flat and depends on th
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -212,32 +213,47 @@ def default_config() -> ModelConfig:
 def default_model_folder() -> Path:
     """The folder of the small default model, written on first use below the user's cache folder.
 
-    Written elsewhere and moved into place, so that a concurrent or interrupted first use leaves a whole model or none.
-    A change of its configuration or of this file leads to a new folder.
+    Written beside it by one process at a time and moved into place: a concurrent or interrupted first use leaves a
+    whole model or none, and what a killed one left goes away. A change of its configuration or of this file leads to a
+    new folder.
 
-    Raises: CheckpointError if the cache folder cannot be written.
+    Raises: CheckpointError if there is no home folder, or the cache folder cannot be written.
     """
     config = default_config()
     recipe = json.dumps(config.to_dict()).encode() + Path(__file__).read_bytes()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    cache = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "leadline"
+    try:
+        cache = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "leadline"
+    except RuntimeError as error:
+        raise CheckpointError(f"default model: no place to write it to ({error}); set XDG_CACHE_HOME") from error
     folder = cache / f"default-model-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
+    unfinished = cache / "unfinished"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=cache))
-        try:
-            write_random_checkpoint(unfinished, config, adjust=_prefer_printable)
-            unfinished.rename(folder)
-        except OSError:
+        with _alone_in(cache):
             if not folder.is_dir():  # otherwise another process was first
-                raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
+                try:
+                    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+                    write_random_checkpoint(unfinished, config, adjust=_prefer_printable)
+                    unfinished.rename(folder)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"{cache}: cannot write the default model ({error}); set XDG_CACHE_HOME") from error
     return folder
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Waits for other processes in the same block; the end of a process, however it comes, lets the next one in."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _prefer_printable(tensors: dict[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from leadline.checkpoint.schema import expected_tensors
@@ -25,14 +26,22 @@ def save_checkpoint(
         tensors: every tensor of `config` under its released name, in the stored type; on any device.
         max_shard_bytes: a shard holds at least one tensor and otherwise at most this many bytes of them.
 
-    Raises: CheckpointError for a folder in use and for tensors that do not fit the configuration.
+    Raises: CheckpointError for a folder in use, for tensors that do not fit the configuration, and when the system does
+        not let it write. Then, or when the process ends half-way, what is left in the folder does not load.
     """
     folder = Path(folder)
     match_tensors(expected_tensors(config), [MemoryShard(tensors)])
     if any(folder.glob("*.safetensors*")):
         raise CheckpointError(f"{folder}: holds a checkpoint already; choose an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        _write_shards(folder, tensors, max_shard_bytes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be written ({error}); make room or choose another folder") from error
+
+
+def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], max_shard_bytes: int) -> None:
     shards: list[dict[str, torch.Tensor]] = [{}]
     shard_bytes = 0
     for name, tensor in tensors.items():
@@ -49,5 +58,6 @@ def save_checkpoint(
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file_name, metadata={"format": "pt"})
         shard_of |= dict.fromkeys(shard, file_name)
+    # Last, since shards without an index are refused.
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": shard_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -8,7 +8,6 @@ writable and hands nothing back, hence the few lines here; it is used for writin
 
 from __future__ import annotations
 
-import json
 import mmap
 import struct
 import warnings
@@ -18,13 +17,19 @@ from typing import Any
 import torch
 
 from leadline.checkpoint.schema import DTYPES, TensorSpec
+from leadline.config.checks import parse_json
 from leadline.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+_MAX_RANK = 8  # of a tensor; with the file's size as the limit of each length, every product stays printable
 
 
 class Shard:
-    """A mapped file. `specs` lists its tensors; `label` is what error messages call it."""
+    """A mapped file. `specs` lists its tensors; `label` is what error messages call it.
+
+    The file may be removed or replaced by another while it is mapped, but not be cut short: the system ends a process
+    that reads beyond the end.
+    """
 
     is_mapped = True
 
@@ -78,7 +83,7 @@ class Shard:
         if size < 8 + header_bytes:
             raise CheckpointError(f"{self.label}: truncated: header of {header_bytes} B, file of {size} B")
         try:
-            header = json.loads(self._map[8 : 8 + header_bytes])
+            header = parse_json(self._map[8 : 8 + header_bytes])
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.label}: expected a JSON header, got {error}") from error
         if not isinstance(header, dict):
@@ -104,16 +109,17 @@ class Shard:
                 raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, got {str(entry)[:120]}")
         if dtype not in DTYPES:
             raise CheckpointError(f"{where}: expected a dtype of {sorted(DTYPES)}, got {dtype}")
-        if not all(isinstance(length, int) and length >= 0 for length in shape):
-            raise CheckpointError(f"{where}: expected a shape of integers from 0 up, got {shape}")
+        if len(shape) > _MAX_RANK or not all(isinstance(length, int) and 0 <= length <= size for length in shape):
+            raise CheckpointError(
+                f"{where}: expected a shape of at most {_MAX_RANK} integers from 0 to the file's {size} B, "
+                f"got {str(shape)[:120]}"
+            )
         spec = TensorSpec(dtype, tuple(shape))
         if start < 0 or stop - start != spec.num_bytes:
-            raise CheckpointError(
-                f"{where}: expected {spec.num_bytes} B for {dtype} {shape}, got bytes {start} to {stop}"
-            )
+            span = str([start, stop])[:120]
+            raise CheckpointError(f"{where}: expected {spec.num_bytes} B for {dtype} {shape}, got data_offsets {span}")
         if data_start + stop > size:
-            missing = data_start + stop - size
-            raise CheckpointError(f"{where}: truncated: the file ends {missing} B before the tensor; download it again")
+            raise CheckpointError(f"{where}: truncated: the file ends before the tensor does; download it again")
         self.specs[name] = spec
         self._spans[name] = (data_start + start, data_start + stop)
 
@@ -150,8 +156,16 @@ def open_shards(path: Path) -> list[Shard]:
     """Maps the files of a checkpoint: one file, or a folder with an index or with a single `model.safetensors`.
 
     Raises: CheckpointError naming file and tensor: no checkpoint, shards without an index, an unreadable index, a
-    missing shard, a tensor in two shards, in another shard than the index says, or in the index only.
+    missing shard, a tensor in another shard than the index says or in the index only; and for what the system refuses
+    to read.
     """
+    try:
+        return _open_shards(path)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror}); check it") from error
+
+
+def _open_shards(path: Path) -> list[Shard]:
     if path.is_file():
         return [Shard(path)]
     index = path / "model.safetensors.index.json"
@@ -163,17 +177,15 @@ def open_shards(path: Path) -> list[Shard]:
         raise CheckpointError(f"{path}: no model.safetensors and no index of shards; give a checkpoint folder")
     shard_of = _read_index(index)
     shards = []
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for file_name in sorted(set(shard_of.values())):
         if not (path / file_name).is_file():
             raise CheckpointError(f"{path / file_name}: missing shard, named by {index.name}; download it")
         shard = Shard(path / file_name)
         for name in shard.specs:
-            if name in seen:
-                raise CheckpointError(f"{shard.label}: {name}: also in {seen[name]}; a tensor belongs in one shard")
             if shard_of.get(name) != file_name:
                 raise CheckpointError(f"{shard.label}: {name}: {index.name} says {shard_of.get(name, 'nothing of it')}")
-            seen[name] = file_name
+        seen.update(shard.specs)
         shards.append(shard)
     for name, file_name in shard_of.items():
         if name not in seen:
@@ -183,8 +195,8 @@ def open_shards(path: Path) -> list[Shard]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        data = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(index.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected JSON, got {error}") from error
     shard_of = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(shard_of, dict) or not shard_of:

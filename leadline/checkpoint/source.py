@@ -24,8 +24,14 @@ from leadline.ops.linear import Weight
 WeightsChoice = Literal["auto", "dense", "packed"]
 Progress = Callable[[int, int], None]  # bytes taken so far, bytes to take; Engram tables, which stay mapped, excluded
 
-_NAN_SCALE = 255
-_SCAN_BYTES = 1 << 26  # of a table's scales checked at a time
+# A number with all of these bits set is NaN or infinite; every byte of an I8 tensor is two finite numbers.
+_NOT_FINITE = {
+    torch.float8_e8m0fnu: (torch.uint8, 0xFF),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float32: (torch.int32, 0x7F800000),
+}
+_SCAN_BYTES = 1 << 24  # checked at a time
 _COPIED_BYTES = 1 << 20  # below this a view of the file saves nothing: pages hold other tensors too
 
 
@@ -64,7 +70,10 @@ class WeightSource:
         self.is_dense = weights == "dense" or (weights == "auto" and fits)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Takes an unquantised tensor under its full name, in its stored type or in `dtype`, on the source's device."""
+        """Takes an unquantised tensor under its full name, in its stored type or in `dtype`, on the source's device.
+
+        Raises: CheckpointError for NaN and infinity.
+        """
         result = self._keep(name, dtype)
         self._mark(name)
         return result
@@ -72,39 +81,38 @@ class WeightSource:
     def linear(self, name: str) -> Weight:
         """Takes a projection: `name`.weight and, if it is quantised, `name`.scale.
 
-        Raises: CheckpointError for a NaN scale.
+        Raises: CheckpointError for NaN and infinity among weights or scales.
         """
         kind = self._spec(f"{name}.weight").dtype
         if kind == "BF16":
             return Weight.from_bf16(self.tensor(f"{name}.weight"))
         names = (f"{name}.weight", f"{name}.scale")
-        shards = [self._found[part] for part in names]
-        _refuse_nan_scales(*shards[1], names[1])
         if self.is_dense:  # straight from the mapped bytes, without a copy of them
-            codes, scale = (shard.view(key).to(self._device) for shard, key in shards)
+            codes, scale = (self._finite(part).to(self._device) for part in names)
         else:
             codes, scale = (self._keep(part) for part in names)
         weight = Weight.from_fp8(codes, scale) if kind == "F8_E4M3" else Weight.from_fp4(codes, scale)
         if self.is_dense:
             # Decoding leaves holes of several times the result in the heap; a copy made after it settles into them.
             weight = Weight.from_bf16(weight.dense_NK().clone())
-            for shard, key in shards:
-                shard.release(key)
+            for part in names:
+                self._release(part)
         self._mark(*names)
         return weight
 
     def table(self, name: str) -> EngramTable:
         """Takes an Engram table. It stays where it is, mapped from the file or in memory; only its scales are read.
 
-        Raises: CheckpointError for a NaN scale.
+        Raises: CheckpointError for a NaN scale. NaN values show when their row is looked up.
         """
         names = (f"{name}.weight", f"{name}.scale")
-        (values, values_key), (scales, scales_key) = (self._found[part] for part in names)
-        _refuse_nan_scales(scales, scales_key, names[1])
-        values.expect_random_access(values_key)
-        scales.expect_random_access(scales_key)
+        scale_bytes = self._finite(names[1]).view(torch.uint8)
+        for part in names:
+            shard, key = self._found[part]
+            shard.expect_random_access(key)
         self._mark(*names)
-        return EngramTable(values.view(values_key).view(torch.uint8), scales.view(scales_key).view(torch.uint8))
+        shard, key = self._found[names[0]]
+        return EngramTable(shard.view(key).view(torch.uint8), scale_bytes)
 
     def finish(self) -> None:
         """Raises: CheckpointError listing the tensors that nobody has taken."""
@@ -118,16 +126,31 @@ class WeightSource:
 
     def _keep(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor on the source's device: a view of the file where it may stay one, else memory of its own."""
-        spec = self._spec(name)
+        view = self._finite(name)
+        is_mapped = self._found[name][0].is_mapped
+        may_stay = not self.is_dense and view.nbytes >= _COPIED_BYTES
+        kept = view.to(self._device, dtype or view.dtype, copy=is_mapped and not may_stay)
+        if kept is not view:
+            self._release(name)
+        return kept
+
+    def _finite(self, name: str) -> torch.Tensor:
+        """The stored tensor after a look at all of it, a part at a time; CheckpointError for NaN and infinity."""
+        self._spec(name)
         shard, key = self._found[name]
         view = shard.view(key)
-        if shard.is_mapped and not self.is_dense and spec.num_bytes >= _COPIED_BYTES:
-            kept = view.to(self._device, dtype or view.dtype)
-        else:
-            kept = view.to(self._device, dtype or view.dtype, copy=shard.is_mapped)
-        if kept is not view:
-            shard.release(key)
-        return kept
+        if view.dtype in _NOT_FINITE:
+            bits, mask = _NOT_FINITE[view.dtype]
+            for part in torch.split(view.view(bits).reshape(-1), _SCAN_BYTES // bits.itemsize):
+                if ((part & mask) == mask).any():
+                    raise CheckpointError(f"{shard.label}: {name}: holds NaN or infinity; download the file again")
+                if view.nbytes >= _COPIED_BYTES:
+                    shard.release(key)
+        return view
+
+    def _release(self, name: str) -> None:
+        shard, key = self._found[name]
+        shard.release(key)
 
     def _mark(self, *names: str) -> None:
         for name in names:
@@ -199,13 +222,3 @@ def match_tensors(expected: dict[str, TensorSpec], shards: Iterable[AnyShard]) -
         labels = _listed({shard.label for shard, _ in found.values()}) or "checkpoint"
         raise CheckpointError(f"{labels}: {_listed(missing)}: missing; the configuration promises them")
     return found
-
-
-def _refuse_nan_scales(shard: AnyShard, key: str, name: str) -> None:
-    codes = shard.view(key).view(torch.uint8)
-    rows = max(1, _SCAN_BYTES // codes.shape[1])
-    for start in range(0, codes.shape[0], rows):
-        if (codes[start : start + rows] == _NAN_SCALE).any():
-            raise CheckpointError(f"{shard.label}: {name}: holds a NaN scale (E8M0 code 255); download the file again")
-        if codes.shape[0] > rows:
-            shard.release(key)

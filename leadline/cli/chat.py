@@ -66,7 +66,9 @@ def chat(
     source: ModelAnswers | ServerAnswers
     if url:
         if model_options != ModelOptions():
-            raise typer.BadParameter("--weights, --prefill, --speculate and --max-model-len are the server's to choose")
+            raise typer.BadParameter(
+                "--weights, --prefill, --speculate, --max-model-len and --max-cache-tokens are the server's to choose"
+            )
         source = ServerAnswers(url, params, api_key=api_key, model=model, thinking=thinking, effort=strength)
         note(f"{source.model} at {url}")
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from typing import Annotated, Any
 
@@ -68,8 +70,14 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line. Errors end it with one red line on stderr: wrong usage with status 2, our own errors with
-    status 1; Ctrl-C ends it with status 130."""
+    """Runs the command line. Errors end it with one red line on stderr: wrong usage with status 2, our own errors and
+    those of files and devices (a full disk behind stdout) with status 1; Ctrl-C ends it with status 130. A standard
+    stream that is closed is empty. Output is UTF-8 like input, whatever the locale."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for as long as we run)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # escapes: of names that are not text
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name="leadline", standalone_mode=False))
     except LeadlineError as error:
@@ -78,5 +86,8 @@ def main() -> None:
         where = getattr(error, "ctx", None)
         hint = f"; see `{where.command_path} --help`" if where is not None else ""
         message, status = f"{error.format_message().rstrip('.')}{hint}", error.exit_code
+    except OSError as error:  # a write to stdout knows no file name
+        message, status = f"{error.filename or 'stdout'}: {error.strerror or error}", 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of the output would fail again at the end
     note("error: " + message.replace("\n", " "), style="red")
     sys.exit(status)

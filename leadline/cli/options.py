@@ -57,6 +57,7 @@ class ModelOptions:
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer.", show_default="the context")
     ] = None
+    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,13 +160,17 @@ def plan(
         str, typer.Argument(help="Checkpoint folder or config.json; empty: the small default model.")
     ] = "",
     *,
-    context: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens per sequence.", show_default="4096, or the model's most")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
     gpus: Annotated[int, typer.Option(help="Devices that share the routed experts and the sequences.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show a model's layers, sizes and memory needs, from its configuration alone."""
     config = read_config(model) if model else default_config()
+    if context is None:
+        context = min(4096, config.max_position_embeddings)
     report = plan_report(config, context, batch, gpus)
     if json:
         typer.echo(json_format.dumps(report, indent=2))

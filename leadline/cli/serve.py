@@ -31,7 +31,6 @@ class EngineOptions(options.ModelOptions):
 
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that run together.")] = 32
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 512
-    max_cache_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the cache holds.")] = 1 << 18
     max_snapshots: Annotated[
         int, typer.Option(min=0, help="Places in past sequences from which new ones can start; 0: no prefix cache.")
     ] = 256

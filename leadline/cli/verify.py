@@ -20,10 +20,10 @@ from leadline.verify import RECORDING, Part, check_decode, check_formats, check_
 
 def verify(
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id; empty: the small random model.")] = "",
-    *,
     recording: Annotated[
-        str, typer.Option(help="Recorded values of the reference.", show_default=f"{RECORDING} beside the model")
+        str, typer.Argument(help="Recorded values of the reference.", show_default=f"{RECORDING} beside the model")
     ] = "",
+    *,
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Check this machine's results against a recording."""
@@ -44,7 +44,7 @@ def verify(
         if recorded is None:
             console.print(
                 f"no recording: {path} does not exist, so only formats and the model against itself were checked; "
-                "name one with --recording",
+                "name one as second argument",
                 markup=False,
                 soft_wrap=True,
             )

@@ -1,9 +1,12 @@
-"""Numbers that a user gives, refused by their name."""
+"""What a user gives, refused by its name: numbers, and JSON files."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from collections import Counter
+from typing import Any, NoReturn
 
 from leadline.errors import LeadlineError, RequestError
 
@@ -33,3 +36,20 @@ def check_number(
         raise error(
             f"{name}: expected a finite number {low}{f' and at most {most:g}' * (most < math.inf)}, got {value!r}"
         )
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON to the letter: UTF-8, no name twice in one object, finite numbers. Raises: ValueError, RecursionError."""
+    return json.loads(data.decode(), object_pairs_hook=_object_without_repeats, parse_constant=_refuse_constant)
+
+
+def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{repeated} given twice in one object; keep one")
+    return result
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text}; numbers must be finite")

@@ -82,7 +82,8 @@ def plan_layers(config: ModelConfig) -> LayerPlan:
     for layer in config.kv_source_layer_ids:
         if layer not in config.index_source_layer_ids:
             raise ConfigError(
-                f"index_source_layer_ids: layer {layer} owns rows (kv_source_layer_ids); it must be listed too"
+                f"index_source_layer_ids: layer {layer} owns rows (kv_source_layer_ids); it must be listed too, got "
+                f"{list(config.index_source_layer_ids)}"
             )
     candidate_source = config.candidate_source_layer_id
     if candidate_source >= 0 and candidate_source not in config.kv_source_layer_ids:

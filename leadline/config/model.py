@@ -9,12 +9,14 @@ fallen back to. Values never change after reading.
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
+from leadline.config.checks import parse_json
 from leadline.config.keys import (
     BOOL,
     INTEGERS,
@@ -38,6 +40,7 @@ from leadline.config.layers import plan_layers
 from leadline.errors import ConfigError
 
 Spelling = Literal["nested", "flat"]
+_MOST_EXPERTS = 1 << 17  # of all layers together; the released model has 15,360
 
 
 class Quantization:
@@ -172,8 +175,13 @@ class ModelConfig(TopConfig):
             raise ConfigError(f"configuration: expected a JSON object, got {show(data)}")
         is_nested = "text_config" in data or "architectures" in data
         config = cls(**(_read_nested(data) if is_nested else _read_flat(data)))
-        _check(config)
-        plan_layers(config)
+        try:
+            _check(config)
+            plan_layers(config)
+        except ConfigError as error:
+            if is_nested:
+                raise
+            raise ConfigError(re.sub(r"[\w.]*\w", lambda word: _FLAT_NAMES.get(word[0], word[0]), str(error))) from None
         return config
 
     def to_dict(self, spelling: Spelling = "nested") -> dict[str, Any]:
@@ -199,6 +207,12 @@ class ModelConfig(TopConfig):
 
 _TOP, _QUANTIZATION, _TEXT = keys_of(TopConfig), keys_of(Quantization), keys_of(ModelConfig)
 _ROPE, _VISION = keys_of(YarnConfig), keys_of(VisionConfig)
+_FLAT_NAMES = {  # by the names that errors use
+    section + name: key.flat
+    for section, keys in (("", _TOP), ("", _TEXT), ("rope_scaling.", _ROPE), ("vision_config.", _VISION))
+    for name, key in keys.items()
+    if key.flat is not None
+}
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -208,11 +222,10 @@ def read_config(path: str | Path) -> ModelConfig:
     all that `ModelConfig.from_dict` refuses.
     """
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):  # unlike Path.is_dir, false for a path that the system refuses; reading it says why
         file = file / "config.json"
     try:
-        data = json.loads(file.read_bytes(), object_pairs_hook=_object_without_repeats, parse_constant=_refuse_constant)
-        return ModelConfig.from_dict(data)
+        return ModelConfig.from_dict(parse_json(file.read_bytes()))
     except OSError as error:
         advice = "give a checkpoint folder or its config.json"
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); {advice}") from error
@@ -220,19 +233,6 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ConfigError(f"{file}: expected a JSON object, got {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-
-
-def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{repeated}: given twice in one object; keep one")
-    return result
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ConfigError(f"configuration: expected finite numbers, got {text}")
 
 
 def _read_nested(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,12 +298,20 @@ def _check(c: ModelConfig) -> None:
     heads = c.num_attention_heads
     need("o_groups", heads % c.o_groups == 0, f"a divisor of num_attention_heads {heads}")
     at_most("num_experts_per_tok", "n_routed_experts")
+    # Each is six tensors: a number beyond all reason must not become a list of them that fills the memory.
+    for name, layers in (
+        ("n_routed_experts", "num_hidden_layers"),
+        ("dspark_n_routed_experts", "num_nextn_predict_layers"),
+    ):
+        most = _MOST_EXPERTS // max(1, getattr(c, layers))
+        need(name, getattr(c, name) <= most, f"at most {most} with {layers} {getattr(c, layers)}")
     need("rope_theta", c.rope_theta > 1, "a number above 1")
     need("compress_rope_theta", c.compress_rope_theta > 1, "a number above 1")
     slow = c.rope_scaling.beta_slow
     need("rope_scaling.beta_fast", c.rope_scaling.beta_fast > slow, f"more than beta_slow {slow}")
     entries = c.num_hidden_layers + c.num_nextn_predict_layers
-    need("compress_ratios", len(c.compress_ratios) == entries, f"{entries} entries, one a layer and one a draft stage")
+    parts = f"num_hidden_layers {c.num_hidden_layers} and num_nextn_predict_layers {c.num_nextn_predict_layers}"
+    need("compress_ratios", len(c.compress_ratios) == entries, f"{entries} entries, one each of {parts}")
     if c.index_source_layer_ids:
         at_least(1, "index_source_layer_ids names layers", "index_n_heads", "index_head_dim", "index_topk")
         at_most("qk_rope_head_dim", "index_head_dim")
@@ -315,7 +323,9 @@ def _check(c: ModelConfig) -> None:
     if tables:
         need("engram_num_embeddings", min(c.engram_num_embeddings) >= 1, "at least 1 row in each table")
         at_least(2, "engram_layer_ids names layers", "engram_max_ngram_size", "engram_vocab_size")
-        at_least(1, "engram_layer_ids names layers", "engram_n_heads", "engram_head_dim")
+        at_least(
+            1, "engram_layer_ids names layers", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"
+        )
         at_most("engram_compressed_vocab_size", "vocab_size")
         compressed = c.engram_compressed_vocab_size
         need("engram_pad_token_id", c.engram_pad_token_id < compressed, f"an id below {compressed} (compressed ids)")

@@ -241,7 +241,7 @@ class EngineCore:
         """One step for what is in line. Returns the deltas of the sequences that got on or ended.
 
         A sequence that fails on its own, or runs past its deadline, ends with a delta that says why; if the model
-        itself fails, so do all sequences of the step.
+        itself fails, so do all sequences of the step. An interrupt (Ctrl-C) ends them without a delta.
         """
         start = self._clock()
         for job in self._scheduler.running:
@@ -260,16 +260,21 @@ class EngineCore:
                 return deltas
             output = self.model.step([run for _, run, _ in batch], self.cache)
             drawn = self._draw(batch, output)
+            for (job, run, proposal), logits_LV, tokens in zip(batch, output.logits, drawn, strict=True):
+                self._count["prompt_tokens"] += max(0, min(job.prompt_length, run.sequence.length) - job.computed)
+                if tokens is None:
+                    job.computed = job.sequence.length
+                    self._room.remember(job)
+                else:
+                    deltas.append(self._take(job, run, tokens, logits_LV, proposal))
         except Exception as error:
             deltas += self._step_failed(plan, error)
             return deltas
-        for (job, run, proposal), logits_LV, tokens in zip(batch, output.logits, drawn, strict=True):
-            self._count["prompt_tokens"] += max(0, min(job.prompt_length, run.sequence.length) - job.computed)
-            if tokens is None:
-                job.computed = job.sequence.length
-                self._room.remember(job)
-            else:
-                deltas.append(self._take(job, run, tokens, logits_LV, proposal))
+        except BaseException:  # an interrupt; how far the step came, for whom, is not known
+            for job in plan.jobs:
+                self._room.close(job, keep=False)
+                self._end(job, "cancelled")
+            raise
         seconds = self._clock() - start
         self._step_seconds += seconds
         self._count["steps"] += 1
@@ -379,7 +384,7 @@ class EngineCore:
         text = ""
         reason: FinishReason | None = None
         stop_reason: int | str | None = None
-        generated = job.num_generated
+        generated, accepted = job.num_generated, len(tokens) - 1
         for count, token in enumerate(tokens, start=1):
             if token in job.stop_ids:
                 reason, stop_reason = "stop", None if token == job.eos_id else token
@@ -406,6 +411,7 @@ class EngineCore:
             finish_reason=reason,
             stop_reason=stop_reason,
             drafted=drafted,
+            accepted=min(accepted, len(tokens)),
             cached_tokens=job.cached_tokens or 0,
         )
 
@@ -439,7 +445,7 @@ class EngineCore:
         if self.prefix is not None:
             self.prefix.clear()
         error = _typed(error)
-        return [self._failed(job, error) for job, _ in (*plan.decode, *plan.prefill) if not job.is_done]
+        return [self._failed(job, error) for job in plan.jobs]
 
     def _last_delta(self, job: Job, reason: FinishReason, error: LeadlineError) -> Delta:
         text = "" if job.text is None else job.text.finish()

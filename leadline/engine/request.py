@@ -80,8 +80,9 @@ class Delta:
 
     request, sample: which sequence. token_ids include the id that ended it; text does not. logprobs: per token if asked
     for. finish_reason and stop_reason (stop string or id): set in the last delta of a sequence. drafted: drafts that
-    were verified for these tokens. cached_tokens: prompt tokens that were not processed again, the same in all deltas
-    of a sequence. error: why the sequence ended with finish_reason "error" or "timeout".
+    were verified for these tokens; accepted: how many of them are among these. cached_tokens: prompt tokens that were
+    not processed again, the same in all deltas of a sequence. error: why the sequence ended with finish_reason "error"
+    or "timeout".
     """
 
     request: int
@@ -92,6 +93,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     drafted: int = 0
+    accepted: int = 0
     cached_tokens: int = 0
     error: LeadlineError | None = None
 

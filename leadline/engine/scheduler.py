@@ -76,6 +76,11 @@ class StepPlan(Generic[E]):
     prefill: list[tuple[E, int]] = field(default_factory=list)
     preempted: list[E] = field(default_factory=list)
 
+    @property
+    def jobs(self) -> list[E]:
+        """Those of the planned sequences that have not ended."""
+        return [entry for entry, _ in (*self.decode, *self.prefill) if not entry.is_done]
+
 
 class Scheduler(Generic[E]):
     """The waiting line, the running sequences, and the plan of each step.

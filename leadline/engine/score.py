@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from leadline.cache.pages import PAGE_TOKENS
+from leadline.cache.prefix import PrefixCache
+from leadline.config.checks import check_integer
 from leadline.engine.model_api import Model
 from leadline.engine.request import Progress, check_prompt
 from leadline.engine.sampler import Logprob, check_finite, logprobs_of
-from leadline.errors import RequestError
+from leadline.errors import CapacityError, PromptError
 from leadline.model.step import Run
 
 SCORED_ROWS = 256  # per step: logits of the released vocabulary take half a MB a row
@@ -23,23 +26,31 @@ def score(
     *,
     top: int = 0,
     max_length: int | None = None,
+    prefix: PrefixCache | None = None,
     progress: Progress | None = None,
 ) -> list[list[list[Logprob] | None]]:
     """For every prompt token: its entry and the `top` most likely ones, given the tokens before it; None for the first.
 
-    Every layer runs on every token (`prefill="full"`), one prompt after the other.
-    Raises: RequestError, PromptError before any work; CapacityError if the cache is full; NumericsError at NaN or
-    infinite logits.
+    Every layer runs on every token (`prefill="full"`), one prompt after the other. prefix: what holds past sequences in
+    `cache` gives them up where the room is needed.
+    Raises: RequestError, PromptError, CapacityError before any work; CapacityError where running sequences fill the
+    cache; NumericsError at NaN or infinite logits.
     """
-    if type(top) is not int or top < 0:
-        raise RequestError(f"top: expected an integer of at least 0, got {top!r}")
+    check_integer("top", top, 0)
     context = min(model.config.max_position_embeddings, max_length or model.config.max_position_embeddings)
     for prompt in prompts:
         check_prompt(prompt, model.config.vocab_size, context)
+        if model.config.image_token_id in prompt:
+            raise PromptError(f"prompt: expected text, got the image token {model.config.image_token_id}; no images "
+                              "are read here")  # fmt: skip
+        if len(prompt) > (room := cache.pages.num_pages * PAGE_TOKENS):
+            raise CapacityError(f"prompt: {len(prompt)} tokens, {room} fit in the cache; raise max_cache_tokens")
     total, done = sum(len(prompt) for prompt in prompts), 0
     results: list[list[list[Logprob] | None]] = []
     for prompt in prompts:
         ids_T = torch.tensor(prompt, dtype=torch.int64)
+        if prefix is not None:
+            prefix.make_room(-(-len(prompt) // PAGE_TOKENS), 0)
         sequence = cache.open()
         entries: list[list[Logprob] | None] = [None]
         try:

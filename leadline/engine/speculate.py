@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leadline.config.checks import check_integer, check_number
 from leadline.engine.model_api import Model
 from leadline.engine.sampler import Draw, Sampler, Want, check_finite, draw
 from leadline.errors import NumericsError, RequestError
@@ -37,12 +38,12 @@ class Speculation:
     adaptive: bool = False
 
     def limit(self, block_size: int) -> int:
-        """Drafts per step with a model that proposes `block_size` at a time. Raises RequestError for illegal values."""
+        """Drafts per step with a model that proposes `block_size` at a time. Raises RequestError for a bad value."""
         drafts = block_size if self.max_drafts is None else self.max_drafts
-        if not 1 <= drafts <= block_size:
-            raise RequestError(f"max_drafts: expected 1 to {block_size} (the model's block), got {self.max_drafts}")
-        if not 0 <= self.min_confidence <= 1:
-            raise RequestError(f"min_confidence: expected a number from 0 to 1, got {self.min_confidence}")
+        check_integer("max_drafts", drafts, 1, block_size)
+        check_number("min_confidence", self.min_confidence, 0, 1)
+        if type(self.adaptive) is not bool:
+            raise RequestError(f"adaptive: expected true or false, got {self.adaptive!r}")
         return drafts
 
 

@@ -36,6 +36,4 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, at the end of the sequence. Empty after a stop string."""
-        if self.stopped_by is not None:
-            return ""
         return self._stops.feed(self._detokenizer.finish()) + self._stops.finish()

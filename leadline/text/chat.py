@@ -263,8 +263,10 @@ def _take_image(part: Any, images: list[ImageSource]) -> Any:
     elif kind == "image_url":
         link = part.get("image_url")
         source = link.get("url") if isinstance(link, Mapping) else link
-        if not isinstance(source, str) or not source.startswith("data:"):
+        if not isinstance(source, str) or source[:5].lower() != "data:":
             raise ImageError(f"image_url: expected a data URL, got {str(source)[:80]!r}; nothing is downloaded")
+    elif kind == "file":  # deepseek-recipe would take images in it
+        raise PromptError("messages: expected parts of type text, image_url or image, got one of type file")
     else:
         return part
     if not isinstance(source, str | bytes | Path):

@@ -25,7 +25,7 @@ from leadline.config.token_types import TokenType
 from leadline.errors import ImageError
 
 MAX_IMAGE_BYTES = 32 << 20
-MAX_IMAGE_PIXELS = 64 << 20  # decoded RGB: 192 MiB
+MAX_IMAGE_PIXELS = 64 << 20  # 256 MiB as Pillow holds RGB, about 1 GiB while it decodes
 # Raster formats only: Pillow also opens documents and runs external programs for some of them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _GREY = (127, 127, 127)
@@ -67,34 +67,41 @@ def load_image(source: str | Path | bytes) -> Image.Image:
     Args:
         source: encoded bytes, a file path, or a `data:` URL (base64 or percent-encoded). No other URL is read.
     Edge cases: of an animation the first frame; alpha is dropped, orientation tags are ignored, as in the published
-        processor.
+        processor. Of 16 bits a channel the upper 8 count, also in grey, which Pillow would make white.
     Raises:
         ImageError: unreadable, too many bytes or pixels, not one of PNG, JPEG, WebP, GIF, BMP, or an address on the
             network.
     """
     if isinstance(source, bytes):
         data, name = source, "image bytes"
-    elif isinstance(source, str) and source.startswith("data:"):
+    elif isinstance(source, str) and source[:5].lower() == "data:":
         data, name = _read_data_url(source), "image data URL"
     elif isinstance(source, str) and "://" in source[:12]:
         raise ImageError(f"image {source[:80]!r}: expected a path, bytes or a data URL, got an address on the network; "
                          "download it first")  # fmt: skip
+    elif isinstance(source, str | Path):
+        name = f"image {str(source)[:200]!r}"
+        data = _read_file(Path(source), name)
     else:
-        data, name = _read_file(Path(source)), f"image {source}"
+        raise ImageError(f"image: expected a path, bytes or a data URL, got {type(source).__name__}")
     if len(data) > MAX_IMAGE_BYTES:
-        raise ImageError(f"{name}: expected at most {MAX_IMAGE_BYTES} bytes, got {len(data)}; send a smaller image")
+        raise ImageError(f"{name}: expected at most {MAX_IMAGE_BYTES} bytes, got more; send a smaller image")
     try:
-        # Pillow warns about large images before we can look at their size; our own limit follows at once.
+        # Pillow warns of large images before we can look at their size, and of damage; a program may raise warnings.
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             width, height = image.size
             if width * height > MAX_IMAGE_PIXELS:
                 raise ImageError(
                     f"{name}: expected at most {MAX_IMAGE_PIXELS} pixels, got {width} x {height}; scale it down"
                 )
+            if image.mode == "I;16":
+                return image.point(lambda value: value / 256).convert("RGB")
+            if isinstance(image.info.get("transparency"), bytes):  # of a palette: Pillow warns on the straight way
+                return image.convert("RGBA").convert("RGB")
             return image.convert("RGB")
     except UnidentifiedImageError:
         raise ImageError(f"{name}: expected one of {', '.join(_FORMATS)}, got something else; convert it") from None
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Warning) as error:
         raise ImageError(f"{name}: the image is damaged or too large: {error}") from None
 
 
@@ -222,14 +229,15 @@ def content_ids(ids_T: torch.Tensor, types_T: torch.Tensor, images: Sequence[Pre
     return content_T.tolist()
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: Path, name: str) -> bytes:
     try:
-        if path.stat().st_size > MAX_IMAGE_BYTES:
-            raise ImageError(f"image {path}: expected at most {MAX_IMAGE_BYTES} bytes, got {path.stat().st_size}; "
-                             "send a smaller image")  # fmt: skip
-        return path.read_bytes()
+        if path.exists() and not path.is_file():  # a pipe would wait, a device may never end
+            raise ImageError(f"{name}: expected a file with an image, got something that is no plain file")
+        with path.open("rb") as file:
+            return file.read(MAX_IMAGE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise ImageError(f"image {path}: expected a readable file, got {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ImageError(f"{name}: expected a readable file, got {reason}") from None
 
 
 def _read_data_url(url: str) -> bytes:
@@ -241,10 +249,8 @@ def _read_data_url(url: str) -> bytes:
         )
     if not comma:
         raise ImageError("image data URL: expected 'data:<type>;base64,<data>', got no comma")
-    data = urllib.parse.unquote_to_bytes(body)
-    if not header.endswith(";base64"):
-        return data
     try:
-        return base64.b64decode(data, validate=True)
+        data = urllib.parse.unquote_to_bytes(body)
+        return base64.b64decode(data, validate=True) if header.lower().endswith(";base64") else data
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"image data URL: expected base64 data, got {error}") from None

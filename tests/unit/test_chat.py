@@ -133,7 +133,7 @@ def test_tool_history(released: Tokenizer, reasoning_key: str | None) -> None:
     calls = [call("1", "f", '{"a": "x \\"y\\"", "n": [1, 2]}'), call("2", "g", "{}")]
     assistant: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
     if reasoning_key:
-        assistant[reasoning_key] = "why"
+        assistant |= {"reasoning": "another, which does not count", reasoning_key: "why"}
     results = [{"role": "tool", "tool_call_id": call_id, "content": "r" + call_id} for call_id in ("2", "1")]
     chat = render_chat(released, [user("hi"), assistant, *results], tools=[TOOL])
     reasoning = "why" if reasoning_key else ""
@@ -190,6 +190,11 @@ def test_bad_images(released: Tokenizer) -> None:
             render_chat(released, [user([{"type": "image_url", "image_url": {"url": url}}])])
     with pytest.raises(ImageError, match="int"):
         render_chat(released, [user([{"type": "image", "image": 5}])])
+    for data in ("MA==", "aGk="):  # deepseek-recipe reads such parts as images, the first as ours of number 0
+        part = {"type": "file", "file_data": f"data:image/png;base64,{data}"}
+        with pytest.raises(PromptError, match="type file"):
+            render_chat(released, [user([{"type": "image", "image": b"x"}, part])])
+    assert render_chat(released, [user([{"type": "image_url", "image_url": "DATA:x"}])]).images == ["DATA:x"]
     text_only = Tokenizer(released.json, dataclasses.replace(RELEASED, vision=None))
     with pytest.raises(ImageError, match=r"1 image\(s\); this model does not read images"):
         render_chat(text_only, [user([{"type": "image", "image": b""}])])

@@ -6,11 +6,17 @@ import resource
 import struct
 import subprocess
 import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from leadline.checkpoint import random_model, source
@@ -80,9 +86,20 @@ def test_schema_is_what_the_tiny_models_hold(folder):
 
 
 def test_schema_counts_of_the_released_model():
-    """The counts per layer of architecture.md section 2.2."""
+    """Totals and counts per layer of architecture.md sections 2.1 and 2.2."""
     expected = expected_tensors(read_config(GOLDEN / "released_config.json"))
     assert len(expected) == 96085
+    elements = Counter()
+    for spec in expected.values():
+        elements[spec.dtype] += spec.num_elements
+    assert elements == {
+        "BF16": 1_976_441_856,
+        "F32": 42_307_282,
+        "F8_E4M3": 204_015_223_296,
+        "I8": 557_171_343_360 // 2,
+        "F8_E8M0": 23_563_015_184,
+    }
+    assert sum(spec.num_bytes for spec in expected.values()) == 510_286_023_000
 
     def count(prefix: str) -> int:
         return sum(name.startswith(prefix) for name in expected)
@@ -233,7 +250,9 @@ def test_table_rows():
 def sharded(tmp_path):
     """A sharded copy of the tiny model that has everything."""
     save_checkpoint(tmp_path, read_config(EVERYTHING), load_file(EVERYTHING / "model.safetensors"), 400_000)
-    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) >= 4
+    shards = [Shard(path).specs.values() for path in tmp_path.glob("model-*-of-*.safetensors")]
+    assert len(shards) >= 4
+    assert all(sum(spec.num_bytes for spec in specs) <= 400_000 for specs in shards)
     return tmp_path
 
 
@@ -278,7 +297,9 @@ def test_missing_folder_and_index(sharded, tmp_path):
         ("[]", "weight_map"),
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": 3}}', "a: expected the name of a file"),
-        ('{"weight_map": {"a": "../b.safetensors"}}', "../b.safetensors"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "a: expected the name of a file beside the index, got '../b."),
+        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "a given twice"),
+        ("\ufeff{}", "expected JSON"),
     ],
 )
 def test_unreadable_index(sharded, text, word):
@@ -290,6 +311,14 @@ def test_missing_shard(sharded):
     shard = shard_with(sharded, "norm.weight")
     shard.unlink()
     refused(sharded, f"{shard}: missing shard")
+    shard.mkdir()
+    refused(sharded, f"{shard}: missing shard")
+
+
+def test_shard_that_the_system_refuses(sharded):
+    name = "m" * 300
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": name}}))
+    refused(sharded, f"{sharded / name}: cannot be read (File name too long)")
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, 0.5, -1])
@@ -297,7 +326,7 @@ def test_truncated_shard(sharded, kept):
     shard = shard_with(sharded, "norm.weight")
     data = shard.read_bytes()
     shard.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
-    refused(sharded, str(shard))
+    refused(sharded, str(shard), *["truncated: header"] * (kept == 100))
     if kept in (0.5, -1):
         refused(sharded, "truncated", "the file ends")
 
@@ -360,18 +389,33 @@ def test_wrong_dtype_or_shape(tmp_path, name, change, got):
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.0.attn.wkv", "layers.3.ffn.experts.2.w2", "layers.1.engram.embed", "mtp.0.main_proj"]
+    ("name", "bad", "largest"),
+    [
+        ("layers.0.attn.wkv.scale", b"\xff", b"\xfe"),
+        ("layers.3.ffn.experts.2.w2.scale", b"\xff", b"\xfe"),
+        ("layers.1.engram.embed.scale", b"\xff", b"\xfe"),
+        ("mtp.0.main_proj.weight", b"\x7f", b"\x7e"),
+        ("layers.2.attn.indexer.wq_b.weight", b"\xff", b"\xfe"),
+        ("layers.0.ffn.gate.bias", b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f"),
+        ("layers.0.attn.attn_sink", b"\x00\x00\x80\xff", b"\xff\xff\x7f\xff"),
+        ("norm.weight", b"\x81\x7f", b"\x7f\x7f"),
+        ("layers.2.attn.indexer.weights_proj.weight", b"\x80\xff", b"\x7f\xff"),
+    ],
 )
 @pytest.mark.parametrize("weights", ["dense", "packed"])
-def test_nan_scale(tmp_path, monkeypatch, name, weights):
-    monkeypatch.setattr(source, "_SCAN_BYTES", 128)  # the bad byte lies beyond the first part of the scan
-    tensors = load_file(EVERYTHING / "model.safetensors")
-    tensors[f"{name}.scale"].view(torch.uint8).view(-1)[-1] = 255
-    save_file(tensors, tmp_path / "model.safetensors")
+def test_nan_and_infinity(tmp_path, monkeypatch, name, bad, largest, weights):
+    monkeypatch.setattr(source, "_SCAN_BYTES", 128)  # the bad value lies beyond the first part of the scan
     config = read_config(EVERYTHING)
-    opened = WeightSource(tmp_path, config, weights=weights)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}\.scale: holds a NaN scale"):
-        take_all(opened, config)
+    tensors = load_file(EVERYTHING / "model.safetensors")
+
+    def opened(last_value: bytes) -> WeightSource:
+        tensors[name].view(torch.uint8).view(-1)[-len(bad) :] = torch.tensor(list(last_value), dtype=torch.uint8)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return WeightSource(tmp_path, config, weights=weights)
+
+    take_all(opened(largest), config)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}: holds NaN or infinity"):
+        take_all(opened(bad), config)
 
 
 def header_file(tmp_path: Path, header: bytes, data: bytes = b"") -> Path:
@@ -385,11 +429,14 @@ def header_file(tmp_path: Path, header: bytes, data: bytes = b"") -> Path:
     [
         ({"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}, "expected a dtype"),
         ({"dtype": "I8", "shape": [9], "data_offsets": [0, 8]}, "expected 9 B"),
-        ({"dtype": "I8", "shape": [-8], "data_offsets": [0, -8]}, "shape of integers"),
-        ({"dtype": "I8", "shape": ["8"], "data_offsets": [0, 8]}, "shape of integers"),
+        ({"dtype": "I8", "shape": [-8], "data_offsets": [0, -8]}, "integers from 0"),
+        ({"dtype": "I8", "shape": ["8"], "data_offsets": [0, 8]}, "integers from 0"),
+        ({"dtype": "I8", "shape": [10**3000] * 2, "data_offsets": [0, 8]}, "integers from 0"),
+        ({"dtype": "I8", "shape": [8] * 20_000, "data_offsets": [0, 8]}, "integers from 0"),
+        ({"dtype": "I8", "shape": [8], "data_offsets": [10**4299, 10**4299 + 8]}, "truncated"),
         ({"dtype": "I8", "shape": [8]}, "data_offsets"),
         ({"dtype": "I8", "shape": [8], "data_offsets": [8, 16]}, "truncated"),
-        ({"dtype": "I8", "shape": [8], "data_offsets": [-8, 0]}, "got bytes -8 to 0"),
+        ({"dtype": "I8", "shape": [8], "data_offsets": [-8, 0]}, "got data_offsets [-8, 0]"),
         ({"dtype": "I8", "shape": [4], "data_offsets": [4, 8]}, "expected to start where the header ends"),
         ({"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}, "download the file again"),
         ([], "data_offsets"),
@@ -402,10 +449,13 @@ def test_bad_header_entry(tmp_path, entry, word):
     message = str(caught.value).replace(str(header_file(tmp_path, b"")), "F")
     assert word in message
     assert "F: " in message
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize(
-    "header", [b"garbage", b"\xff\xfe", b"[]", b"[" * 50_000, b'{"a":'], ids=["text", "utf", "list", "deep", "cut"]
+    "header",
+    [b"garbage", b"\xff\xfe", "{}".encode("utf-16"), b"[]", b"[" * 50_000, b'{"a":', b'{"a": {}, "a": {}}'],
+    ids=["text", "utf", "utf-16", "list", "deep", "cut", "twice"],
 )
 def test_garbage_header(tmp_path, header):
     path = header_file(tmp_path, header)
@@ -418,6 +468,32 @@ def test_overlapping_tensors(tmp_path):
     path = header_file(tmp_path, json.dumps({"a": entry, "b": entry}).encode(), b"\0" * 8)
     with pytest.raises(CheckpointError, match="b: expected to start where a ends"):
         Shard(path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_changed_header_is_read_or_refused(data):
+    """Bytes of the header replaced, inserted or cut out, the file cut short: a shard or one typed error."""
+    file = bytearray((GOLDEN / "models" / "swa" / "model.safetensors").read_bytes())
+    header_bytes = struct.unpack("<Q", file[:8])[0]
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, header_bytes + 8))
+        stop = start + data.draw(st.integers(0, 20))
+        file[start:stop] = data.draw(
+            st.binary(max_size=20) | st.sampled_from([b"9" * 4000, b"null", b"-1", b"[" * 2000])
+        )
+    if data.draw(st.booleans()):
+        file[:8] = struct.pack("<Q", header_bytes + data.draw(st.integers(-40, 40)))
+    if data.draw(st.booleans()):
+        del file[data.draw(st.integers(0, len(file))) :]
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as changed:
+        changed.write(file)
+        changed.flush()
+        try:
+            message = Shard(Path(changed.name)).label
+        except CheckpointError as error:
+            message = str(error)
+    assert changed.name in message
 
 
 def test_not_a_safetensors_file(tmp_path):
@@ -442,6 +518,23 @@ def test_saving_refuses_what_reading_would(tmp_path):
     assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         save_checkpoint(tmp_path, config, tensors)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [400_000, 5_000_000], ids=["shards", "file"])
+def test_a_full_disk_leaves_nothing_that_loads(tmp_path, max_shard_bytes):
+    config = read_config(EVERYTHING)
+    tensors = load_file(EVERYTHING / "model.safetensors")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (370_000, limit[1]))  # enough for some of the shards
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.*File too large"):
+            save_checkpoint(tmp_path, config, tensors, max_shard_bytes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    refused(tmp_path, str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file: cannot be written"):
+        save_checkpoint(tmp_path / "file", config, tensors)
 
 
 # Random models.
@@ -510,6 +603,50 @@ def test_interrupted_first_use_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         random_model.default_model_folder()
     assert list((tmp_path / "leadline").iterdir()) == []
+
+
+def test_what_a_killed_first_use_left_goes_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    left = tmp_path / "leadline" / "unfinished"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half of it")
+    folder = random_model.default_model_folder()
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_first_uses_at_once_write_one_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    writers = []
+
+    def write(folder, config, **_):
+        writers.append(folder)
+        folder.mkdir()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(random_model, "write_random_checkpoint", write)
+    with ThreadPoolExecutor(3) as pool:
+        folders = list(pool.map(lambda _: random_model.default_model_folder(), range(3)))
+    assert len(writers) == len(set(folders)) == 1
+    assert [path.name for path in folders[0].parent.iterdir()] == [folders[0].name]
+
+
+def test_a_full_disk_and_no_home_are_errors_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("leadline.checkpoint.save.save_file", full)
+        with pytest.raises(
+            CheckpointError, match=r"cannot write the default model .*No space left.*set XDG_CACHE_HOME"
+        ):
+            random_model.default_model_folder()
+    assert list((tmp_path / "leadline").iterdir()) == []
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.os.path.expanduser", lambda path: path)  # as without HOME and a user's entry
+    with pytest.raises(CheckpointError, match=r"no place to write it to .*set XDG_CACHE_HOME"):
+        random_model.default_model_folder()
 
 
 def test_vocabulary_without_room_for_the_tokenizer(tmp_path):
@@ -583,6 +720,25 @@ def test_peak_memory_of_a_load(tmp_path):
     assert dense <= dense_bytes(config) + few_tensors
     assert packed <= stored + few_tensors
     assert few_tensors < 0.6 * min(stored, table)  # keeping the stored bytes, or reading the table, would show
+
+
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("copied_bytes", [0, 1 << 20], ids=["views", "copies"])
+def test_pages_are_handed_back(monkeypatch, weights, copied_bytes):
+    """After a copy, and after a look at what stays a view; a table, and FP4 that stays a view, are not looked at."""
+    released = set()
+    monkeypatch.setattr(Shard, "release", lambda self, name: released.add(name))
+    monkeypatch.setattr(source, "_COPIED_BYTES", copied_bytes)
+    config = read_config(EVERYTHING)
+    take_all(WeightSource(EVERYTHING, config, weights=weights), config)
+    is_fp4_kept = weights == "packed" and copied_bytes == 0
+    assert expected_tensors(config).keys() - released == {
+        name
+        for name, spec in expected_tensors(config).items()
+        if name.endswith("engram.embed.weight")
+        or (name.endswith("engram.embed.scale") and spec.num_bytes < copied_bytes)
+        or (spec.dtype == "I8" and is_fp4_kept)
+    }
 
 
 def test_tables_beyond_the_memory_can_be_mapped(tmp_path):

@@ -77,12 +77,31 @@ def test_generate_from_file_and_stdin(run, tmp_path):
 def test_generate_passes_every_option(run):
     result = run(
         *("generate", "x", "--model", "some/model", "--weights", "packed", "--prefill", "replay", "--speculate"),
-        *("--max-model-len", 100, "-t", 0, "--top-p", 0.5, "--top-k", 3, "--min-p", 0.1, "--seed", 4, "--n", 2),
+        *(
+            "--max-model-len",
+            100,
+            "--max-cache-tokens",
+            500,
+            "-t",
+            0,
+            "--top-p",
+            0.5,
+            "--top-k",
+            3,
+            "--min-p",
+            0.1,
+            "--seed",
+            4,
+            "--n",
+            2,
+        ),
         *("--stop", "zz", "--stop", "ca", "--stop-token-id", 9, "--include-stop", "--ignore-eos", "--min-tokens", 2),
         *("--json", "--logprobs", 1),
     )
     assert result.exit_code == 0, result.output
-    wanted = options.ModelOptions(weights="packed", prefill="replay", speculate=True, max_model_len=100)
+    wanted = options.ModelOptions(
+        weights="packed", prefill="replay", speculate=True, max_model_len=100, max_cache_tokens=500
+    )
     assert run.loaded == [("some/model", wanted)]
     document = json.loads(result.stdout)
     assert document["prompt"] == "x"
@@ -121,7 +140,8 @@ def number_options():
     """Every number option of every command, at values that mean nothing."""
     integers = {
         "generate x": {"--max-tokens": "-1", "--min-tokens": "-1", "--top-k": "-2", "--n": "0 -1", "--logprobs": "-1",
-                       "--stop-token-id": "-1", "--max-model-len": "0 -1 999999999", "--seed": ""},
+                       "--stop-token-id": "-1", "--max-model-len": "0 -1 999999999",
+                       "--max-cache-tokens": "0 -1", "--seed": ""},
         "chat": {"--max-tokens": "-5", "--top-k": "-2", "--max-model-len": "0 -1", "--seed": "",
                  "--effort": "0 -1 999"},
         "serve": {"--port": "-1 65536", "--max-num-seqs": "0 -1", "--max-num-batched-tokens": "0 -1",
@@ -235,7 +255,7 @@ def test_chat_over_a_pipe(run):
     ("line", "error"),
     [
         ("/nonsense", "/nonsense: no such command"),
-        ("/image /no/such.png", "image /no/such.png"),
+        ("/image /no/such.png", "image '/no/such.png'"),
         ("/image", "/image: expected a path behind it"),
     ],
 )
@@ -308,6 +328,45 @@ def test_ops(run):
 def test_terminal_text_is_harmless(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert options.for_terminal("a\x1b[2J\x9b\x07\tb\n") == "a\ufffd[2J\ufffd\ufffd\tb\n"
+
+
+def run_with_streams(words, streams, **variables):
+    """Runs `leadline WORDS` on a fake model through a shell that does `streams` to its standard streams."""
+    code = (
+        "import sys, leadline.cli.main as m, leadline.cli.chat as c, leadline.cli.generate as g\n"
+        "from tests.support.fake_llm import fake_llm\n"
+        "c.open_llm = g.open_llm = lambda *o: fake_llm('é')\n"
+        f"sys.argv = ['leadline', *{words.split()!r}]\n"
+        "m.main()\n"
+    )
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {streams}', sys.executable, code], capture_output=True, timeout=START_SECONDS,
+        env={**os.environ, **variables}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "streams"),
+    [("generate x -n 3", ">&-"), ("generate x -n 3", "2>&-"), ("generate - -n 3", "<&-"), ("chat", "<&-")],
+)
+def test_closed_streams_are_empty(words, streams):
+    result = run_with_streams(words, streams)
+    assert result.returncode == 0, result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("words", ["generate x -n 3", "generate x -n 3 --json", "plan", "plan --json", "ops", "--help"])
+def test_a_full_disk_behind_stdout_is_one_line(words):
+    result = run_with_streams(words, ">/dev/full")
+    assert result.returncode == 1
+    assert result.stderr == b"error: stdout: No space left on device\n"
+
+
+def test_output_is_utf8_in_every_locale():
+    result = run_with_streams("generate \u4e16 -n 1 --json", "", PYTHONIOENCODING="latin-1")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["prompt"] == "\u4e16"
+    assert "\u4e16".encode() in result.stdout
 
 
 class Terminal:

@@ -182,6 +182,8 @@ def test_wrong_type_or_range_is_named(path, value):
         ("text_config.index_head_dim", 32),  # narrower than the rotated part
         ("text_config.o_groups", 7),
         ("text_config.num_experts_per_tok", 385),
+        ("text_config.n_routed_experts", 65536),  # 15 million tensors in 40 layers
+        ("text_config.dspark_n_routed_experts", 65536),
         ("text_config.n_shared_experts", 2),
         ("text_config.compress_ratios", [0] * 40),
         ("text_config.index_topk", 0),
@@ -209,6 +211,28 @@ def test_contradiction_names_key_and_value(path, value):
     assert "expected" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        (
+            "dspark_n_activated_experts",
+            0,
+            "^dspark_n_activated_experts: expected at least 1, as n_mtp_layers is 3, got 0",
+        ),
+        ("n_mtp_layers", 0, "^compress_ratios: expected 40 entries, .* n_mtp_layers 0, got"),
+        ("engram_compressed_vocab_size", 0, "^engram_compressed_vocab_size: expected at least 1"),
+        ("n_activated_experts", 385, "^n_activated_experts: expected at most n_routed_experts 384, got 385"),
+        ("beta_fast", 1, "^beta_fast: expected more than beta_slow 1, got 1"),
+        ("vision_n_heads", 15, "^vision_n_heads: "),
+        ("kv_source_layers", [], r"^candidate_source_layer: layer 20: expected one of kv_source_layers \[\]"),
+        ("index_source_layers", [], r"^index_source_layers: .* \(kv_source_layers\); .* got \[\]"),
+    ],
+)
+def test_contradictions_of_a_flat_file_are_in_its_spelling(key, value, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_dict(read_config(RELEASED).to_dict("flat") | {key: value})
+
+
 def test_draft_targets_without_stages():
     data = with_value(released(), "text_config.num_nextn_predict_layers", 0)
     data = with_value(data, "text_config.compress_ratios", data["text_config"]["compress_ratios"][:40])
@@ -229,7 +253,7 @@ def test_settings_without_effect_are_accepted():
         ("[1]", "expected a JSON object"),
         ("\xff", "config.json"),
         ("[" * 100_000, "expected a JSON object"),
-        ('{"a": 1, "a": 2}', "a: given twice"),
+        ('{"a": 1, "a": 2}', "a given twice"),
         ('{"a": NaN}', "finite"),
         ('{"a": -Infinity}', "finite"),
         ("{}", "missing"),
@@ -249,6 +273,8 @@ def test_absent_file_is_named(tmp_path):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match="nowhere: cannot be read"):
         read_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"cannot be read .File name too long"):
+        read_config("a" * 5000)
 
 
 JSON = st.recursive(

@@ -20,6 +20,13 @@ PATH = re.compile(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|json|toml))?|\w+\.py)`")
 NOT_OURS = ("inference/", "encoding/", ".venv/", "owner/")
 
 
+def test_the_lock_is_installable_anywhere() -> None:
+    """Plain `name==version` lines: a build tag such as +cpu exists on some indexes only."""
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    assert len(lines) > 50
+    assert [line for line in lines if not re.fullmatch(r"[\w-]+==[\d.]+(?:post\d+)?", line)] == []
+
+
 def cited_sections() -> dict[str, list[str]]:
     """Section numbers by where code and tests cite them; ranges by both ends."""
     cited: dict[str, list[str]] = {}

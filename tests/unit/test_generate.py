@@ -351,8 +351,8 @@ def test_text_and_stop_strings(speculation, options, text, reason):
 def test_score():
     model = FakeModel()
     cache = model.new_cache(max_tokens=512, max_sequences=2, max_step_tokens=16)
-    prompt = [int(i) for i in torch.randint(0, 13, (50,), generator=torch.Generator().manual_seed(0))]
-    whole, single = score(model, cache, [prompt, [3]], top=1)
+    prompt = [int(i) for i in torch.randint(4, 13, (50,), generator=torch.Generator().manual_seed(0))]
+    whole, single = score(model, cache, [prompt, [2]], top=1)
     raw_VV = model.table.double().log_softmax(dim=-1)
     assert whole[0] is None
     assert single == [None]
@@ -423,3 +423,9 @@ def test_drafts_behind_the_end_are_not_part_of_the_sequence():
         while core.has_work:
             core.step()
     assert lengths == [chain.index(stop) + 1]
+
+
+def test_types_below_text_are_refused():
+    rows = torch.zeros(2, 1, dtype=torch.bfloat16)
+    with pytest.raises(RequestError, match="types from -1 on"):
+        Request(token_ids=[4, 5], image_rows=rows, token_types=torch.tensor([-2, 0]))

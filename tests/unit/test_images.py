@@ -5,9 +5,14 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import os
+import random
+import struct
 import urllib.parse
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +23,7 @@ from leadline.config.model import VisionConfig, read_config
 from leadline.errors import ImageError
 from leadline.model.vision import span_rows
 from leadline.text import images
-from leadline.text.images import expand_images, load_image, prepare_image, resize_plan
+from leadline.text.images import content_ids, expand_images, load_image, prepare_image, resize_plan
 
 pytestmark = pytest.mark.unit
 
@@ -118,6 +123,11 @@ def test_sources_and_modes(tmp_path: Path, mode: str) -> None:
         ("a\0b", "readable file"),
         ("data:image/png;base64", "comma"),
         ("data:image/png;base64,@@@", "base64"),
+        ("data:image/png;base64,\ud800", "base64"),
+        ("/dev/zero", "no plain file"),
+        ("", "no plain file"),
+        (bytearray(png()), "expected a path, bytes or a data URL, got bytearray"),
+        (None, "expected a path, bytes or a data URL, got NoneType"),
         (b"", "expected one of PNG"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "expected one of PNG"),
         (png(50, 50)[:500], "damaged"),
@@ -128,17 +138,81 @@ def test_unreadable(source: str | bytes, message: str) -> None:
         load_image(source)
 
 
+def test_a_pipe_is_refused_and_messages_stay_short(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ImageError, match="no plain file"):
+        load_image(tmp_path / "pipe")  # reading it would wait for a writer
+    for long in ("x" * 100_000, b"x" * 100_000, "data:image/png;base64," + "@" * 100_000):
+        with pytest.raises(ImageError) as caught:
+            load_image(long)
+        assert len(str(caught.value)) < 400
+
+
+def test_the_scheme_of_a_data_url_may_be_in_capitals() -> None:
+    encoded = base64.b64encode(png()).decode()
+    assert load_image(f"DATA:image/png;BASE64,{encoded}").size == (5, 3)
+
+
+def test_sixteen_bits_of_grey_keep_the_upper_eight() -> None:
+    values = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
+    buffer = io.BytesIO()
+    Image.fromarray(values).save(buffer, "PNG")
+    assert np.array(load_image(buffer.getvalue()))[0, :, 0].tolist() == [0, 0, 1, 128, 255]
+
+
+def test_a_palette_with_alpha_drops_it() -> None:
+    """The test run makes errors of warnings, and Pillow warns of such a palette."""
+    buffer = io.BytesIO()
+    picture = Image.new("P", (4, 4), 1)
+    picture.putpalette([9, 9, 9, 10, 20, 30])
+    picture.save(buffer, "PNG", transparency=bytes([255, 128]))
+    assert load_image(buffer.getvalue()).getpixel((0, 0)) == (10, 20, 30)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_damage_is_one_error_of_ours(form: str) -> None:
+    """Cut off anywhere, or with a changed byte: an image or an ImageError, and no other exception."""
+    buffer = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x112] = 6
+    extra = {"exif": exif} if form in ("PNG", "JPEG", "WEBP") else {}
+    Image.effect_noise((16, 16), 50).convert("RGB").save(buffer, form, **extra)
+    data, refused = buffer.getvalue(), 0
+    chosen = random.Random(3)
+    for cut in range(0, len(data), 7):
+        changed = bytearray(data)
+        changed[chosen.randrange(64)] ^= 1 << chosen.randrange(8)
+        for damaged in (data[:cut], bytes(changed)):
+            try:
+                assert load_image(damaged).mode == "RGB"
+            except ImageError:
+                refused += 1
+    assert refused > len(data) // 20
+
+
+def test_a_bomb_is_refused_from_its_header() -> None:
+    """Neither of Pillow's own limits speaks first, though warnings are errors here."""
+    for side, words in ((9000, "at most 67108864 pixels"), (12_000, "too large"), (20_000, "too large")):
+        head = bytearray(png(1, 1))
+        head[16:24] = struct.pack(">II", side, side)
+        head[29:33] = struct.pack(">I", zlib.crc32(head[12:29]))
+        with pytest.raises(ImageError, match=words):
+            load_image(bytes(head))
+
+
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = png(100, 50)
     path = tmp_path / "a.png"
     path.write_bytes(data)
     encoded = "data:image/png;base64," + base64.b64encode(data).decode()
+    monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 5000)
+    assert load_image(data).size == (100, 50)
     monkeypatch.setattr(images, "MAX_IMAGE_PIXELS", 4999)
     with pytest.raises(ImageError, match="4999 pixels, got 100 x 50"):
         load_image(data)
     monkeypatch.setattr(images, "MAX_IMAGE_BYTES", len(data) - 1)
     for source in (data, path, encoded):
-        with pytest.raises(ImageError, match=f"{len(data) - 1} bytes, got {len(data)}"):
+        with pytest.raises(ImageError, match=f"{len(data) - 1} bytes, got more"):
             load_image(source)
     monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 10)
     with pytest.raises(ImageError, match="10 bytes, got a URL"):
@@ -157,6 +231,30 @@ def test_expand() -> None:
     for prompt, plans in (([5], [small]), ([IMAGE], []), ([IMAGE, IMAGE], [small])):
         with pytest.raises(ImageError, match="one per image token"):
             expand_images(prompt, plans, IMAGE)
+
+
+def test_content_ids_tell_images_apart() -> None:
+    def content(*pictures: Image.Image) -> list[list[int]]:
+        """The content ids inside each image of one prompt."""
+        prepared = [prepare_image(picture, VISION) for picture in pictures]
+        prompt = [7] + [IMAGE, 8] * len(prepared)
+        ids_T, types_T = expand_images(prompt, [image.plan for image in prepared], IMAGE)
+        found = content_ids(ids_T, types_T, prepared)
+        assert len(found) == len(ids_T)
+        assert [i for i in found if i >= 0] == [7] + [8] * len(prepared)
+        ends = [place for place, i in enumerate(found) if i == 8]
+        return [found[a + 1 : b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+    grey = Image.new("RGB", (800, 400), (127, 127, 127))
+    dotted = grey.copy()
+    dotted.paste((0, 0, 0), (400, 200, 440, 240))
+    a, b, c = content(grey, dotted, grey)
+    assert a == c
+    assert len(a) == len(b)
+    assert all(x != y for x, y in zip(a, b, strict=True))
+    assert content(dotted) == [b]
+    (turned,) = content(grey.rotate(90, expand=True))  # the same patches in another shape
+    assert all(x != y for x, y in zip(a, turned, strict=False))
 
 
 def test_span_rows() -> None:

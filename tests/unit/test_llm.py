@@ -1,11 +1,26 @@
 """The Python surface on the fake model."""
 
+import json
+from pathlib import Path
+from threading import Thread
+
 import pytest
 
 from leadline import LLM, SamplingParams
-from leadline.errors import CheckpointError, ImageError, PromptError, RequestError, SamplingError
+from leadline.config.model import read_config
+from leadline.engine.core import EngineCore
+from leadline.errors import (
+    CapacityError,
+    CheckpointError,
+    EngineError,
+    ImageError,
+    PromptError,
+    RequestError,
+    SamplingError,
+)
 from leadline.llm import resolve_model
 from tests.support.fake_llm import fake_llm
+from tests.support.scripted_llm import scripted_llm
 
 pytestmark = pytest.mark.unit
 
@@ -57,6 +72,53 @@ def test_stream_joins_to_generate_and_can_be_left():
     assert (output.outputs[0].num_drafted, output.outputs[0].num_accepted) == (3, 3)
 
 
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("name", ["_propose", "_draw", "_take", "_delta"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_an_interrupted_step_ends_its_sequences_and_nothing_else(monkeypatch, name, speculate, calls):
+    """Ctrl-C somewhere in a step that two generations share. The other one must not go on with a token missing."""
+    llm = fake_llm("abcdefgh", speculate=speculate)
+    first, second, late = (llm.stream("h", SamplingParams(max_tokens=30)) for _ in range(3))
+    next(first), next(second)
+    whole, left = getattr(EngineCore, name), [calls]
+
+    def interrupted(*args):
+        result = whole(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(EngineCore, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="interrupted"):
+        list(second)
+    assert not llm.engine.has_work
+    assert llm.cache.pages.num_free == llm.cache.pages.num_pages
+    assert "".join(delta.text for delta in late) == "abcdefghabcdefghabcdefghabcdef"
+
+
+def test_threads_share_one_model():
+    llm = fake_llm("abcdefgh", max_num_seqs=3, speculate=True)
+    texts: list[str] = []
+
+    def work() -> None:
+        for _ in range(10):
+            texts.append(llm.generate("h", SamplingParams(max_tokens=20))[0].outputs[0].text)
+            llm.score("abc")
+            next(llm.stream("h", SamplingParams(max_tokens=20)))  # and left
+
+    threads = [Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert texts == ["abcdefghabcdefghabcd"] * 20
+    assert (llm.cache.num_free_slots, llm.engine.has_work) == (3, False)
+
+
 def test_chat_one_and_several_conversations():
     llm = fake_llm("abc")
     messages = [{"role": "user", "content": "x"}]
@@ -69,6 +131,18 @@ def test_chat_one_and_several_conversations():
         llm.chat([], FIVE)
     with pytest.raises(PromptError, match="thinking"):
         llm.chat(messages, FIVE, thinking=True)
+
+
+def test_chat_in_the_released_format_keeps_a_call_that_was_cut():
+    config = read_config(Path(__file__).parent.parent / "golden" / "released_config.json")
+    call = '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n<｜DSML｜ parameter name="a" string="true">x'
+    llm = scripted_llm(config, f"why</think>text\n\n{call}")
+    tool = {"type": "function", "function": {"name": "f"}}
+    (output,) = llm.chat([{"role": "user", "content": "x"}], SamplingParams(temperature=0, max_tokens=99), tools=[tool])
+    answer = output.outputs[0]
+    assert (answer.reasoning, answer.text) == ("why", "text")
+    (call,) = answer.tool_calls
+    assert json.loads(call)["function"] == {"name": "f", "arguments": '{"a": "x'}
 
 
 def test_an_answer_that_ends_at_once():
@@ -87,8 +161,19 @@ def test_score():
     assert other.prompt_logprobs == [None]
 
 
+def test_an_answer_that_ends_inside_a_character_and_a_stop_string():
+    """What a stop string held back comes first, then the mark for the broken character."""
+    llm = fake_llm("aé")
+    (output,) = llm.generate("x", SamplingParams(max_tokens=2, stop="az"))
+    assert output.outputs[0].text == "a\ufffd"
+    (output,) = llm.generate("x", SamplingParams(max_tokens=9, stop="a\u00e9"))
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("", "aé")
+
+
 def test_refusals():
     llm = fake_llm("abc", max_model_len=10)
+    with pytest.raises(PromptError, match="at most 10 tokens"):
+        llm.score("x" * 10)
     with pytest.raises(PromptError, match="at most 9 tokens"):
         llm.generate("x" * 10)
     with pytest.raises(SamplingError, match="sampling_params: expected one"):
@@ -107,7 +192,7 @@ def test_refusals():
         llm.generate("x", SamplingParams(stop_token_ids=[260]))
 
 
-@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", ""])
+@pytest.mark.parametrize("word", ["/no/such/folder", "./folder", "name", "a/b/c", "../x", "", "n" * 5000, __file__])
 def test_unknown_model_words(word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected a checkpoint folder or a hub id|no such"):
@@ -147,6 +232,19 @@ def test_bad_options_are_refused_by_name(option, value):
     llm = fake_llm("ab")
     with pytest.raises(RequestError, match=option):
         LLM.from_parts(llm.model, llm.tokenizer, **{"max_snapshots": 0, option: value})
+
+
+def test_score_refuses_what_the_cache_cannot_hold():
+    llm = fake_llm("ab", max_cache_tokens=128)
+    assert len(llm.score("x" * 127)[0].prompt_logprobs) == 128
+    with pytest.raises(CapacityError, match="129 tokens, 128 fit in the cache; raise max_cache_tokens"):
+        llm.score(["x", "x" * 128])
+    assert llm.model.steps == [[128]]
+
+
+def test_score_refuses_the_image_token():
+    with pytest.raises(PromptError, match="got the image token 3"):
+        fake_llm("ab").score([5, 3])
 
 
 def test_score_refuses_a_negative_top():

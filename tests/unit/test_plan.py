@@ -139,6 +139,11 @@ def test_command_prints_tables():
     for words in ("890 B per token", "510,286,023,000", "96,085 tensors", "3-7", "candidate source", "4,096 tokens"):
         assert words in text
     assert "1,745 tensors" in run()  # the small default model
+    assert "1,024 tokens" in run(str(GOLDEN / "models" / "swa"))  # more do not fit
+
+
+def test_context_that_nobody_asked_for_fits_the_model():
+    assert json.loads(run(str(GOLDEN / "models" / "vision"), "--json"))["memory"]["context"] == 1024
 
 
 def test_command_refuses_what_is_no_model(tmp_path):

@@ -90,6 +90,14 @@ def test_ties_at_a_border_keep_the_lowest_ids():
     assert token(sampler(temperature=0), logits_V, 0) == 1
 
 
+def test_borders_of_filters_are_exact():
+    equal_V = torch.zeros(3)
+    assert probs(sampler(top_p=2 / 3), equal_V, 0).count_nonzero() == 2
+    assert probs(sampler(top_p=math.nextafter(2 / 3, 1)), equal_V, 0).count_nonzero() == 3
+    assert probs(sampler(top_p=0.25), torch.zeros(1000), 0).nonzero().flatten().tolist() == list(range(250))
+    assert probs(sampler(min_p=1), torch.tensor([2.0, 1.0, 2.0]), 0).tolist() == [0.5, 0.0, 0.5]
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-5, 1e300])
 def test_extreme_temperatures(temperature):
     probs_V = probs(sampler(temperature=temperature), torch.tensor([1.0, 3.0, -1e30, 2.0]), 0)

@@ -43,6 +43,7 @@ def test_good_values():
     assert params.stop == ("x",)
     assert params.stop_token_ids == (3, 4)
     assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+    assert SamplingParams(min_tokens=9, max_tokens=9).min_tokens == 9
 
 
 def test_frozen_and_keyword_only():

@@ -16,6 +16,7 @@ from leadline.errors import NumericsError, RequestError
 from leadline.model.step import Run
 from leadline.text.grammar import Grammar
 from leadline.text.tool_grammar import Tool
+from tests.support.fake_llm import fake_llm
 from tests.support.fake_model import FakeConfig, FakeModel
 from tests.support.fake_text import byte_tokenizer
 from tests.support.scripted_llm import scripted_llm
@@ -137,17 +138,39 @@ def test_the_cut_is_before_the_first_doubtful_draft():
     (whole,) = propose(model, cache, [sequence], [rules], [6], [5])
     (cut,) = propose(model, cache, [sequence], [rules], [6], [5], min_confidence=0.5)
     assert len(whole.token_ids) == len(whole.weights) == 5
+    model.confidence = (0.0,) * 4 + (-200.0,)  # chances of 0.5 and, rounded, 0: the least that is allowed is not lower
+    for least, kept in ((0.5, 4), (0.0, 5)):
+        (proposal,) = propose(model, cache, [sequence], [rules], [6], [5], min_confidence=least)
+        assert len(proposal.token_ids) == kept
     assert cut.token_ids == whole.token_ids[:2]
     assert [torch.equal(a, b) for a, b in zip(cut.weights, whole.weights[:2], strict=True)] == [True, True]
 
 
-@pytest.mark.parametrize("drafts", [0, -1, 6, 7])
-def test_f18_illegal_draft_counts_are_refused_at_the_start(drafts):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_drafts", value) for value in (0, -1, 6, 7, "2", 2.0, True)],
+        *[("min_confidence", value) for value in (-0.1, 1.1, None, "0", True, float("nan"))],
+        *[("adaptive", value) for value in (1, None)],
+    ],
+)
+def test_f18_illegal_speculation_is_refused_at_the_start(field, value):
     model = FakeModel()
     cache = model.new_cache(max_tokens=512, max_sequences=1)
-    with pytest.raises(RequestError, match="max_drafts: expected 1 to 5"):
-        generate(model, cache, [Request(token_ids=[5])], speculation=Speculation(max_drafts=drafts))
+    with pytest.raises(RequestError, match=f"^{field}: expected "):
+        generate(model, cache, [Request(token_ids=[5])], speculation=Speculation(**{field: value}))
     assert model.steps == []
+
+
+def test_accepted_drafts_are_counted_up_to_the_end_of_the_answer():
+    """A stop string inside the drafts cuts those behind it; the draft that completed it did become a token."""
+    llm = fake_llm("abcdefgh", speculate=True)
+    (output,) = llm.generate("h", SamplingParams(stop="d", max_tokens=20))
+    answer = output.outputs[0]
+    assert (answer.text, len(answer.token_ids)) == ("abc", 4)  # a from the prompt, then three drafts
+    assert (answer.num_drafted, answer.num_accepted) == (5, 3)
+    (output,) = llm.generate("h", SamplingParams(max_tokens=7))
+    assert (output.outputs[0].num_drafted, output.outputs[0].num_accepted) == (5, 5)
 
 
 def test_rows_after_a_rejection_do_not_matter():

@@ -32,6 +32,8 @@ def expected(text: str, stops: list[str], include_stop: bool) -> tuple[str, str 
     st.booleans(),
 )
 @example("aab", ["ab"], [1, 2], False)
+@example("aaab", ["aab"], [2], False)  # of the two letters held back one begins the stop string after all
+@example("abababc", ["ababc"], [4], True)
 @example("xaabaaab", ["aabaaa", "b"], [], True)
 def test_every_split_gives_the_same(text: str, stops: list[str], cuts: list[int], include_stop: bool) -> None:
     finder = StopStrings(stops, include_stop)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from leadline.cli.main import app
 from leadline.errors import VerificationError
-from leadline.verify import Check, Part
+from leadline.model.model import Model
+from leadline.verify import Check, Part, check_recording
 
 pytestmark = pytest.mark.unit
 
@@ -53,7 +54,7 @@ def test_a_difference_fails_with_status_one(tmp_path):
     recording["decode_logits"] = recording["decode_logits"].roll(1, -1).contiguous()
     path = tmp_path / "other.safetensors"
     save_file(recording, path)
-    result = run(MODEL, "--recording", path, "--json")
+    result = run(MODEL, path, "--json")
     assert result.exit_code == 1
     assert isinstance(result.exception, VerificationError)
     assert "decode logits" in str(result.exception)
@@ -69,16 +70,16 @@ def test_a_difference_fails_with_status_one(tmp_path):
 def test_an_unreadable_recording(tmp_path, content):
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
-    result = run(MODEL, "--recording", path)
+    result = run(MODEL, path)
     assert result.exit_code == 1
     assert isinstance(result.exception, VerificationError)
     assert "expected a recording" in str(result.exception)
 
 
 def test_a_missing_or_foreign_recording(tmp_path):
-    result = run(MODEL, "--recording", tmp_path / "none.safetensors")
+    result = run(MODEL, tmp_path / "none.safetensors")
     assert isinstance(result.exception, VerificationError)
-    result = run(MODEL, "--recording", MODEL / "model.safetensors")
+    result = run(MODEL, MODEL / "model.safetensors")
     assert isinstance(result.exception, VerificationError)
     assert "it lacks" in str(result.exception)
 
@@ -87,3 +88,35 @@ def test_nan_fails():
     check = Check(what="mean", value=float("nan"), limit=1.0)
     assert not check.passed
     assert not Part(name="x", worst=0.0, rms=0.0, checks=(check,)).passed
+
+
+def damaged(name, change):
+    """The recording of a small model with one tensor changed, or without it."""
+    recording = load_file(MODEL.parent / "everything" / "golden.safetensors")
+    tensor = recording.pop(name)
+    return recording if change is None else recording | {name: change(tensor).contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("noise_decode", None, "expected the shape .* got nothing"),
+        ("prefill_experts", None, "expected the shape .* got nothing"),
+        ("input_ids", lambda x: x[:0], "no part of it 0"),
+        ("input_ids", lambda x: x + 10**6, "expected integers from 0 to 383, got torch.int32 up to"),
+        ("tokens", lambda x: x.float(), "expected integers from 0 to 383, got torch.float32"),
+        ("prefill_stream", lambda x: x.flatten(1), "expected the shape"),
+        ("decode_stream", lambda x: x[..., :-1], "expected the shape"),
+        ("decode_logits", lambda x: x[:0], "expected the shape"),
+        ("prefill_logits", lambda x: x[:, :-1], "expected the shape"),
+        ("draft_logits_steps", lambda x: x + 1000, "expected integers"),
+        ("one_token/tokens", None, "expected the shape"),
+        ("image_pixels", None, "expected the shape"),
+        ("image_patches", lambda x: x[1:], "expected the shape"),
+        ("token_types", lambda x: x * 0 - 1, "expected .* positions of the image, got 0"),
+    ],
+)
+def test_a_damaged_recording_names_the_tensor(name, change, words):
+    model = Model.load(MODEL.parent / "everything")
+    with pytest.raises(VerificationError, match=rf"^recording: {name}: .*{words}"):
+        check_recording(model, damaged(name, change))
