@@ -12,7 +12,8 @@ Each kind of row is stored as two planes, values and scales, `[rows, bytes]` uin
 State outside pages, by sequence slot:
     open_groups   [ratio-2 sources, slots, STATE_ROWS, 2, C] fp32: projection and gate of the last positions; an open
                   group of a sequence of odd length is the entry of its last position
-    recent_ids    [slots, RECENT_ROWS] int64: token ids of the last positions, -1 inside images; n-grams look back
+    recent_ids    [slots, R] int64: token ids of the last R positions, -1 inside images; n-grams look back. R covers
+                  the longest n-gram behind as many tokens as can be taken back
 Both are small rings over positions, so that a sequence is rolled back by its length alone: whatever a rejected token
 wrote is unreachable and overwritten.
 """
@@ -34,7 +35,6 @@ from leadline.errors import CapacityError
 from leadline.formats.rows import PackedRows, RowLayout, compressed_row, index_row, window_row
 
 STATE_ROWS = MAX_ROLLBACK + 1
-RECENT_ROWS = 16  # MAX_ROLLBACK + the longest n-gram's look-back, rounded up
 POISON_BYTE = 0xFF  # NaN as E4M3 and as E8M0
 
 
@@ -125,7 +125,8 @@ class KVCache:
         self.open_groups = torch.full(
             (len(self.pair_sources), max_sequences, STATE_ROWS, 2, config.head_dim), nan, device=device
         )
-        self.recent_ids = torch.full((max_sequences, RECENT_ROWS), -1, dtype=torch.int64, device=device)
+        recent_rows = MAX_ROLLBACK + max(1, config.engram_max_ngram_size - 1)
+        self.recent_ids = torch.full((max_sequences, recent_rows), -1, dtype=torch.int64, device=device)
 
     def page_planes(self) -> list[Plane]:
         """Every tensor that holds the bytes of global pages.
@@ -178,9 +179,10 @@ class KVCache:
             self.pages.share(page)
         self.window_pages.share(window_page)
         sequence.restore(length, list(pages), window_page, window_from)
-        positions = range(max(0, length - RECENT_ROWS), length)
+        recent_rows = self.recent_ids.shape[1]
+        positions = range(max(0, length - recent_rows), length)
         recent = torch.tensor([max(-1, ids[p]) for p in positions], dtype=torch.int64, device=self.device)
-        self.recent_ids[sequence.slot, torch.tensor([p % RECENT_ROWS for p in positions])] = recent
+        self.recent_ids[sequence.slot, torch.tensor([p % recent_rows for p in positions])] = recent
         return sequence
 
     def give_back_slot(self, slot: int) -> None:

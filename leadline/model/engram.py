@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leadline.cache.pool import RECENT_ROWS, KVCache
+from leadline.cache.pool import KVCache
 from leadline.checkpoint.source import WeightSource
 from leadline.config.model import ModelConfig
 from leadline.model.step import StepBatch
@@ -26,14 +26,15 @@ def hash_windows(step: StepBatch, cache: KVCache, token_map_V: Tensor, max_ngram
     if step.image_T is not None:
         own_T = own_T.masked_fill(step.image_T, DEAD)
     offsets = step.all_rows.offsets
+    ring = cache.recent_ids
     windows = []
     for i, (run, start) in enumerate(zip(step.runs, step.starts, strict=True)):
         back = torch.arange(start - max_ngram + 1, start, device=step.device)
-        history = cache.recent_ids[run.sequence.slot, back % RECENT_ROWS].masked_fill(back < 0, DEAD)
+        history = ring[run.sequence.slot, back % ring.shape[1]].masked_fill(back < 0, DEAD)
         line = torch.cat((history, own_T[offsets[i] : offsets[i + 1]]))
         windows.append(line.unfold(0, max_ngram, 1).flip(1))
-    tail_idx, slot, place = step.recent_tail
-    cache.recent_ids[slot, place] = own_T[tail_idx]
+    tail_idx, slot, place = step.ring_tail(ring.shape[1])
+    ring[slot, place] = own_T[tail_idx]
     window_TN = torch.cat(windows)
     return torch.where(window_TN < 0, DEAD, token_map_V[window_TN.clamp_min(0)])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from leadline.cache.pool import RECENT_ROWS, STATE_ROWS, KVCache
+from leadline.cache.pool import STATE_ROWS, KVCache
 from leadline.cache.sequence import Sequence
 from leadline.config.layers import LayerPlan
 from leadline.config.model import ModelConfig
@@ -318,10 +318,6 @@ class StepBatch:
     @cached_property
     def state_tail(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.ring_tail(STATE_ROWS)
-
-    @cached_property
-    def recent_tail(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.ring_tail(RECENT_ROWS)
 
     def finish(self) -> None:
         """Make the step's tokens part of their sequences."""

@@ -11,13 +11,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from leadline.config.model import YarnConfig
 from leadline.formats.rows import DenseRows
+from leadline.ops.linear import Weight, linear
+from leadline.ops.norm import rms_norm
+from leadline.ops.quantize import act_quant, index_quant
+from leadline.ops.reference.select import _scan
+from leadline.ops.rope import apply_rope, frequencies, turns
 from leadline.ops.select import KeyRows, select_in_blocks, select_rows, select_rows_and_blocks
 from tests.support.selection import operands_for_scores
 
 pytestmark = pytest.mark.golden
 
 RATIO2_TOPK = 6
+LAYERS = [("ratio2", 0), ("ratio2", 3), ("candidates", 0), ("candidates", 2), ("candidates", 5)]
+RATIO = {"ratio2": 2, "candidates": 1}
+FREQS = frequencies(16, 160000.0, YarnConfig(factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=32))
+# The published code rounds q . k, its product with the head weight and the sum over heads to bf16: two units of what
+# is summed. Measured: 1.85.
+SCORE_UNITS = 2 * 2**-8
 CANDIDATES_TOPK, CANDIDATE_BLOCKS, CANDIDATE_BLOCK = 5, 3, 4
 
 
@@ -34,6 +46,39 @@ def operands(recorded: dict[str, Tensor], group: str, layer: int, owner: int = 0
 
 def assert_same_sets(got_TK: Tensor, expected_TK: Tensor) -> None:
     assert got_TK.tolist() == expected_TK.tolist()
+
+
+@pytest.mark.parametrize(("group", "layer"), LAYERS)
+def test_operands(recorded: dict[str, Tensor], group: str, layer: int) -> None:
+    """Index keys, queries and head weights from the layer's inputs: exact."""
+    case = {k.removeprefix(f"{group}/layer{layer}/"): v for k, v in recorded.items()}
+    latent, qr, x = (recorded[f"{group}/{name}"] for name in ("latent", "qr", "x"))
+    if layer == 0:
+        key = rms_norm(linear(latent, Weight.from_bf16(case["wk"])), case["k_norm"], 1e-20)
+        position = torch.arange(len(latent)) * RATIO[group]
+        assert torch.equal(index_quant(apply_rope(key, turns(position, FREQS))), case["keys"])
+    wq_b = Weight.from_fp8(case["wq_b_codes"].view(torch.float8_e4m3fn), case["wq_b_scale"].view(torch.float8_e8m0fnu))
+    q = linear(act_quant(qr), wq_b).view_as(case["q"])
+    assert torch.equal(index_quant(apply_rope(q, turns(torch.arange(len(q)), FREQS))), case["q"])
+    _, heads, width = q.shape
+    weights = linear(x, Weight.from_bf16(case["weights_proj"])) * (width**-0.5 * heads**-0.5)
+    assert torch.equal(weights, case["head_weights"])
+
+
+@pytest.mark.parametrize(("group", "layer"), LAYERS)
+def test_scores(recorded: dict[str, Tensor], group: str, layer: int) -> None:
+    q, w, keys = operands(recorded, group, layer)
+    expected = recorded[f"{group}/layer{layer}/score"].float()
+    T, M = expected.shape
+    ((_, got),) = _scan(q, w, keys, [M] * T, 1)
+    product_TJM = torch.einsum("tjx,mx->tjm", q.float(), keys.span(0, M, q.device).float()).relu()
+    summed = torch.einsum("tj,tjm->tm", w.abs(), product_TJM)
+    is_seen = torch.isfinite(expected)
+    assert ((got - expected).abs() <= SCORE_UNITS * summed)[is_seen].all()
+    visible_TM = torch.arange(M) < ((torch.arange(T) + 1) // RATIO[group])[:, None]
+    if group == "candidates" and layer:
+        visible_TM &= recorded["candidates/layer0/candidates"].bool()
+    assert torch.equal(is_seen, visible_TM)
 
 
 def allowed(block_TB: Tensor, visible_T: Tensor, block_size: int, width: int) -> Tensor:

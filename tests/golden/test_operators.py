@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 
 from leadline.config.model import ModelConfig, YarnConfig, read_config
 from leadline.formats import fp8, rows
-from leadline.ops import compressor, engram, hyper, router
+from leadline.ops import engram, hyper, router
 from leadline.ops.linear import Weight, linear, linear_f32
-from leadline.ops.norm import rms_norm
 from leadline.ops.quantize import act_quant
 from leadline.ops.reference.hyper import split
 from leadline.ops.rope import apply_rope, frequencies, turns
@@ -24,7 +23,6 @@ HERE = Path(__file__).parent
 GEMM_SUM_ORDER = 2e-6  # of the sum of absolute products: any order of fp32 sums
 MIXING_REL = 2e-5  # fp32 coefficients after 39 normalisations
 ROUTING_REL = 1e-5
-STATE_REL = 1e-5
 GATE_RMS = 5e-3  # of what the gate adds to the stream
 EPS = 1e-20
 ANGLE_BASE, ANGLE_PER_POSITION = 2e-6, 2.5e-7  # angles are fp32 products
@@ -137,36 +135,6 @@ def test_routing(case: str, top_k: int, scaling: float, tokens: str) -> None:
     ids, weights = router.route(data["x"], gate, data["bias"], data["bias_image"], image, top_k, True, scaling)
     assert torch.equal(ids, data[f"{tokens}/experts"].long())
     torch.testing.assert_close(weights, data[f"{tokens}/weights"], rtol=ROUTING_REL, atol=0)
-
-
-@pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize("prompt", [1, 2, 3, 7, 8])
-def test_compressor(ratio: int, prompt: int) -> None:
-    data = load("compressor")
-    wkv, norm = data[f"ratio{ratio}/wkv"], data[f"ratio{ratio}/norm"]
-    case = {k.rsplit("/", 1)[1]: v for k, v in data.items() if k.startswith(f"ratio{ratio}/prefill{prompt}/")}
-    freqs = frequencies(*ROTARY["compressed_small"])
-    layout = rows.compressed_row(64)
-    for b, x in enumerate(case["x"]):
-        if ratio == 2:
-            wgate = data["ratio2/wgate"]
-            c, g = linear_f32(x, wkv.float()), linear_f32(x, wgate.float())
-            made = len(x) // 2
-            pooled = compressor.pool_pairs(c[: 2 * made].view(made, 2, -1), g[: 2 * made].view(made, 2, -1))
-            latents = rms_norm(pooled.bfloat16(), norm, EPS)
-            # state after the prompt: the tokens of the unfinished group
-            for name, value in (("kv_state", c), ("score_state", g)):
-                waiting = case[name][0, b]
-                if prompt % 2:
-                    torch.testing.assert_close(waiting[0], value[prompt - 1], rtol=STATE_REL, atol=STATE_REL)
-        else:
-            latents = rms_norm(linear(x, Weight.from_bf16(wkv)), norm, EPS)
-        assert latents.shape == case["latents"][b].shape
-        assert bf16_steps(latents, case["latents"][b]) <= 1
-        turn = turns(torch.arange(len(latents)) * ratio, freqs)
-        assert bf16_steps(apply_rope(case["latents"][b], turn), case["rotated"][b]) <= 1
-        packed = layout.pack(case["rotated"][b])
-        assert torch.equal(layout.unpack(*packed), case["cache_rows"][b])
 
 
 def test_engram_gate() -> None:

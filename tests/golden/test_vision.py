@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.golden
 GOLDEN = Path(__file__).parent
 DATA = load_file(GOLDEN / "vision.safetensors")
 RELEASED = read_config(GOLDEN / "released_config.json")
-MODEL = read_config(GOLDEN / "models" / "vision" / "config.json")
+MODELS = {name: read_config(GOLDEN / "models" / name / "config.json") for name in ("vision", "everything")}
+MODEL = MODELS["vision"]
 IMAGES = {0: (5, 6), 1: (10, 3), 2: (3, 15), 3: (7, 7)}  # rows and columns of patches
 
 # Stated with the recorded data: another bicubic filter may move a few bytes, everything else is one rounding.
@@ -89,9 +91,21 @@ def test_tower_and_aligner(number: int) -> None:
     assert rms_error(aligned, DATA[f"image{number}/aligned"]) <= FEATURE_RMS
 
 
-def test_whole_prompt() -> None:
-    """Pixels to embedded prompt on the small vision model: the placeholder grows, its rows replace the embeddings."""
-    folder = GOLDEN / "models" / "vision"
+def test_the_aligner_takes_the_exact_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = VisionTower(recorded_config(), _Recorded())
+    x = -2.25  # where the approximation by tanh is 1.4 % off
+    monkeypatch.setattr(tower, "_align1", lambda squares: torch.full((len(squares), 4), x, dtype=torch.bfloat16))
+    monkeypatch.setattr(tower, "_align2", lambda rows: rows)
+    (row,) = tower.align(torch.zeros(9, small_vision().hidden_size, dtype=torch.bfloat16), 3, 3)
+    expected = torch.full((4,), x * 0.5 * math.erfc(-x / math.sqrt(2)))
+    torch.testing.assert_close(row.float(), expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_prompt(name: str) -> None:
+    """Pixels to embedded prompt on a small model: the placeholder grows, its rows replace the embeddings."""
+    folder, model = GOLDEN / "models" / name, MODELS[name]
+    assert model.vision is not None
     recorded = load_file(folder / "golden.safetensors")
     tensors = load_file(folder / "model.safetensors")
 
@@ -99,16 +113,16 @@ def test_whole_prompt() -> None:
         def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
             return tensors[name].to(dtype or torch.bfloat16)
 
-    prepared = prepare_image(Image.fromarray(recorded["image_pixels"].numpy()), small_vision())
+    prepared = prepare_image(Image.fromarray(recorded["image_pixels"].numpy()), model.vision)
+    assert [prepared.plan.patch_rows, prepared.plan.patch_columns] == recorded["image_grid"].tolist()
     start, types = recorded["image_start"].item(), recorded["token_types"]
     ids = recorded["input_ids"].tolist()
     short = [*ids[: start + 1], *ids[start + prepared.plan.num_tokens :]]
-    token_ids, token_types = expand_images(short, [prepared.plan], MODEL.image_token_id)
+    token_ids, token_types = expand_images(short, [prepared.plan], model.image_token_id)
     assert token_ids.tolist() == ids
     assert token_types.tolist() == types.tolist()
-    aligned = VisionTower(MODEL, Checkpoint()).encode(
-        recorded["image_patches"].flatten(1), *recorded["image_grid"].tolist()
-    )
+    patches_ND = recorded["image_patches"].flatten(1)
+    aligned = VisionTower(model, Checkpoint()).encode(patches_ND, *recorded["image_grid"].tolist())
     learned = (tensors[name] for name in ("image_start", "image_newline", "image_end"))
     rows = span_rows(aligned, token_types, *learned)
     expected = recorded["embedded"][token_types >= 0]

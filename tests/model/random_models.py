@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +13,10 @@ from leadline.checkpoint.random_model import random_tensors
 from leadline.checkpoint.source import WeightSource
 from leadline.config.model import ModelConfig
 from leadline.model.model import Model
+from leadline.ops.engram import _primes_from
 from tests.model.driver import MODELS
 
 BASE = json.loads((MODELS / "everything" / "config.json").read_text())
-TABLE_ROWS = BASE["text_config"]["engram_num_embeddings"]  # of the first and of the second Engram layer
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Shape:
     topk: int
     experts: int
     seed: int
+    ngram: int = BASE["text_config"]["engram_max_ngram_size"]
+    stages: int = 1  # of the drafter
     loud_tokens: int = 0  # the head knows only so many tokens, so that drafts are right now and then; 0 = all
     context: int = BASE["text_config"]["max_position_embeddings"]
 
@@ -41,15 +44,20 @@ def model_of(shape: Shape) -> Model:
     for kind in shape.kinds:
         ratio = int(kind) if kind in "12" else ratio
         ratios.append(0 if kind == "-" else ratio)
-    text_config = BASE["text_config"] | {
+    stages = shape.stages * bool(shape.targets)
+    text_config = BASE["text_config"]
+    primes = _primes_from(text_config["engram_vocab_size"])
+    columns = (shape.ngram - 1) * text_config["engram_n_heads"]
+    text_config = text_config | {
         "num_hidden_layers": len(shape.kinds),
-        "num_nextn_predict_layers": int(bool(shape.targets)),
-        "compress_ratios": ratios + [0] * bool(shape.targets),
+        "num_nextn_predict_layers": stages,
+        "compress_ratios": ratios + [0] * stages,
         "kv_source_layer_ids": owners,
         "index_source_layer_ids": [layer for layer, kind in enumerate(shape.kinds) if kind in "12i"],
         "candidate_source_layer_id": owners[-1] if owners and shape.has_candidates else -1,
         "engram_layer_ids": list(shape.engram),
-        "engram_num_embeddings": TABLE_ROWS[: len(shape.engram)],
+        "engram_max_ngram_size": shape.ngram,
+        "engram_num_embeddings": [sum(itertools.islice(primes, columns)) for _ in shape.engram],
         "dspark_target_layer_ids": list(shape.targets),
         "sliding_window": shape.window,
         "index_topk": shape.topk,

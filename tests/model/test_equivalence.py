@@ -15,6 +15,7 @@ from leadline.cache.pages import MAX_ROLLBACK, PAGE_TOKENS
 from leadline.cache.pool import KVCache
 from leadline.cache.sequence import Sequence
 from leadline.errors import CapacityError, PromptError, RequestError
+from leadline.model import indexer
 from leadline.model.draft import DraftOutput
 from leadline.model.model import Model
 from leadline.model.step import Run
@@ -64,17 +65,46 @@ def test_decode_from_the_first_token(name: str) -> None:
     assert torch.equal(logits, one_shot(model, tokens))
 
 
-@pytest.mark.parametrize("name", ["shared_index", "everything"])
+def every_split(length: int) -> list[list[int]]:
+    """All ways of cutting so many tokens into chunks."""
+    return [[first, *rest] for first in range(1, length + 1) for rest in every_split(length - first)] or [[]]
+
+
+def assert_splits_are_equal(model: Model, tokens: Tokens, splits: list[list[int]]) -> None:
+    """One sequence for each split, side by side."""
+    expected, n = one_shot(model, tokens), len(tokens)
+    cache = new_cache(model, max_sequences=len(splits), max_tokens=len(splits) * PAGE_TOKENS)
+    sequences = [cache.open() for _ in splits]
+    for turn in range(max(len(split) for split in splits)):
+        active = [(seq, split[turn]) for seq, split in zip(sequences, splits, strict=True) if turn < len(split)]
+        starts = [seq.length for seq, _ in active]
+        runs = [run_of(seq, tokens.part(seq.length, seq.length + size), prompt_length=n) for seq, size in active]
+        for start, (seq, _), logits in zip(starts, active, model.step(runs, cache).logits, strict=True):
+            assert torch.equal(logits, expected[start : seq.length]), splits[sequences.index(seq)]
+    assert {seq.length for seq in sequences} == {n}
+
+
+@pytest.mark.parametrize("name", ["shared_index", "candidates", "everything"])
 def test_every_split_in_two(name: str) -> None:
     model = load(name)
-    tokens = text(model, 37)
-    expected = one_shot(model, tokens)
-    cache = new_cache(model)
-    for first in range(1, 37):
-        seq = cache.open()
-        logits = feed(model, cache, seq, tokens, [first, 37 - first], prompt_length=37)
-        assert torch.equal(logits, expected), first
-        seq.close()
+    assert_splits_are_equal(model, text(model, 37), [[first, 37 - first] for first in range(1, 37)])
+
+
+@pytest.mark.parametrize(
+    ("name", "has_image"),
+    [("shared_index", False), ("engram", False), ("everything", False), ("vision", True), ("everything", True)],
+)
+def test_every_split_of_a_short_prompt(name: str, has_image: bool) -> None:
+    """All 64 splits of 7 tokens; an image lies across groups and n-grams."""
+    model, n = load(name), 7
+    tokens = text(model, n)
+    if has_image:
+        types = torch.tensor([-1, -1, 0, 1, 2, 3, -1])
+        rows = torch.randn(4, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+        tokens = Tokens(tokens.ids.masked_fill(types >= 0, model.config.image_token_id), types, rows)
+    splits = every_split(n)
+    assert len({tuple(split) for split in splits}) == 2 ** (n - 1)
+    assert_splits_are_equal(model, tokens, splits)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,6 +134,22 @@ def test_image_split_at_every_border(name: str) -> None:
         seq.close()
     logits = feed(model, cache, cache.open(), tokens, [1] * n, prompt_length=n)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("most", [0, 40])
+@pytest.mark.parametrize("name", ["shared_index", "everything"])
+def test_rows_read_from_the_pool_equal_decoded_ones(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in long contexts, where too many rows are visible, and with many queries too many are selected, to be kept."""
+    model = load(name)
+    tokens = text(model, 150)
+    expected = one_shot(model, tokens)
+    monkeypatch.setattr(indexer, "DENSE_ROWS", most)
+    cache = new_cache(model, max_sequences=2)
+    other, seq = cache.open(), cache.open()
+    feed(model, cache, other, text(model, 60, seed=1), [60], prompt_length=60)
+    both = [run_of(other, text(model, 3, seed=2)), run_of(seq, tokens.part(0, 140))]
+    logits = [model.step(both, cache).logits[1], feed(model, cache, seq, tokens, [1] * 4 + [6], prompt_length=140)]
+    assert torch.equal(torch.cat(logits), expected)
 
 
 # Trimmed prefill -----------------------------------------------------------------------------------------------------
@@ -163,6 +209,16 @@ def test_replay_of_a_prompt_within_the_window_is_exact(name: str) -> None:
     logits = feed(model, cache, seq, tokens, [7, 9], prompt_length=16, prefill="replay")
     logits = torch.cat((logits, feed(model, cache, seq, tokens, [1] * 8, prompt_length=16)))
     assert torch.equal(logits, one_shot(model, tokens))
+
+
+def test_replay_with_one_layer_above_the_last_source_is_exact_at_the_last_position() -> None:
+    """The source itself sees whole windows: what is cut off begins one layer above it."""
+    model = load("draft")
+    assert model.plan.split_layer == model.config.num_hidden_layers - 2
+    tokens = text(model, 150)
+    cache = new_cache(model)
+    last = feed(model, cache, cache.open(), tokens, [150], prompt_length=150, prefill="replay", logits_from=149)
+    assert torch.equal(last, one_shot(model, tokens)[149:])
 
 
 # Among others --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.tiny
 def shapes(draw: st.DrawFn) -> Shape:
     kinds = ""
     for _ in range(draw(st.integers(1, 5))):
-        kinds += draw(st.sampled_from("-12ir" if "1" in kinds or "2" in kinds else "-12"))
+        kinds += draw(st.sampled_from("-12iiir" if "1" in kinds or "2" in kinds else "-12"))
     some_layers = st.sets(st.integers(0, len(kinds) - 1), max_size=2).map(lambda layers: tuple(sorted(layers)))
     return Shape(
         kinds=kinds,
@@ -41,6 +41,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         topk=draw(st.sampled_from([4, 12])),
         experts=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 3)),
+        ngram=draw(st.sampled_from([2, 4, 13])),
+        stages=draw(st.integers(1, 3)),
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from leadline.config.model import YarnConfig
 from leadline.errors import OperatorError
 from leadline.formats import fp4, fp8
 from leadline.ops import compressor, dispatch, engram, experts, hyper, linear, norm, quantize, rope, router
@@ -209,6 +210,24 @@ def naive_expert(xq: torch.Tensor, w1: Weight, w3: Weight, w2: Weight, limit: fl
 
 @pytest.mark.parametrize("T", [1, 9])
 def test_experts_sum_in_ascending_order(T: int) -> None:
+    """Experts 0, 1 and 2 answer 2^24, 1 and -2^24: one is lost unless it comes last."""
+
+    def only_first(rows: int, columns: int, value: float) -> Weight:
+        dense = torch.zeros(rows, columns).bfloat16()
+        dense[0, 0] = value
+        return Weight.from_bf16(dense)
+
+    gates, ups = ([only_first(32, 32, value)] * 3 for value in (32.0, 1.0))  # silu(32) is 32
+    outs = [only_first(32, 32, value) for value in (2.0**19, 2.0**-5, -(2.0**19))]
+    pool = experts.ExpertWeights(gates, ups, outs)
+    x = quantize.act_quant(torch.ones(T, 32).bfloat16())
+    for ids in ([0, 2, 1], [2, 0, 1], [1, 0, 2]):
+        out = experts.moe(x, torch.tensor([ids] * T), torch.ones(T, 3), pool, 100.0)
+        assert not out.any()
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_experts_weigh_before_they_round(T: int) -> None:
     E, D, width, limit = 6, 64, 32, 0.5
     w1, w3, w2 = (
         [packed_weight("fp4", *s, i + e) for e in range(E)]
@@ -241,6 +260,23 @@ def test_rotation_pairs_neighbours_and_undoes_itself() -> None:
     assert torch.equal(rope.apply_rope(turned, turn.conj()), x)
 
 
+@pytest.mark.parametrize("position", [1, 4097, 1_000_003])
+def test_angles_are_fp32_products(position: int) -> None:
+    freqs = rope.frequencies(16, 1e4, None)
+    for turn, freq in zip(rope.turns(torch.tensor([position]), freqs)[0], freqs, strict=True):
+        angle = (torch.tensor(float(position)) * freq).item()  # one unit in its last place is 0.06 at a million
+        assert abs(turn.item() - complex(math.cos(angle), math.sin(angle))) < FP32_REL
+
+
+def test_the_stretched_pairs_stay_within_the_pairs_that_exist() -> None:
+    plain = rope.frequencies(8, 10.0, None)
+    wide = YarnConfig(factor=4, beta_fast=1_000_000, beta_slow=1, original_max_position_embeddings=65536)
+    share = torch.arange(4) / 7  # from pair 0, not below, to 7 = width - 1, not the 17th
+    torch.testing.assert_close(rope.frequencies(8, 10.0, wide), plain / 4 * share + plain * (1 - share))
+    none = YarnConfig(factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=6)
+    torch.testing.assert_close(rope.frequencies(8, 10.0, none), plain / torch.tensor([1, 4, 4, 4]))
+
+
 def test_pooling_survives_extreme_gates() -> None:
     c = torch.tensor([[[1.0, 1.0, 4.0], [3.0, 3.0, 8.0]]])
     g = torch.tensor([[[500.0, -500.0, 7.0], [-500.0, 500.0, 7.0]]])
@@ -253,12 +289,16 @@ def test_a_dead_position_blocks_everything_before_it() -> None:
     assert rows.tolist() == [[16 ^ 32, 5000 + (16 ^ 32 ^ 2), 9000 + (16 ^ 32 ^ 2 ^ 2)], [0, 5002, 9000]]
 
 
-def test_the_engram_gate_at_zero_agreement_is_just_open() -> None:
-    h, value = torch.zeros(2, 1, 32).bfloat16(), torch.ones(2, 32).bfloat16()
+def test_the_engram_gate_around_zero_agreement_is_just_open_or_just_not() -> None:
+    h, value = torch.full((4, 1, 32), -1.0).bfloat16(), torch.full((4, 32), 2.0).bfloat16()
+    key = torch.zeros(4, 1, 32).bfloat16()
+    key[1], key[2, 0, 0] = 1.0, 1.0
     w = torch.ones(1, 32)
-    out = engram.engram_gate(h, h, value, w, w, EPS, torch.tensor([False, True]))
-    assert out[0, 0, 0].item() == torch.tensor(1 / (1 + math.exp(-1e-3))).bfloat16().item()
-    assert torch.equal(out[1], h[1])
+    w[0, 0] = 1e-7  # agreements: 0, about -sqrt(32), about -1e-7, and 0 inside an image
+    out = engram.engram_gate(h, key, value, w, w, EPS, torch.tensor([False, False, False, True]))[:, 0, 0]
+    just = math.tanh(0.5e-3)  # 2 sigma(0.001) - 1
+    torch.testing.assert_close(out[[0, 2, 3]].float(), torch.tensor([just, -just, -1.0]), rtol=BF16_REL, atol=0)
+    assert out[1] < -0.8
 
 
 def test_operands_that_do_not_fit_are_named() -> None:

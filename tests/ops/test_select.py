@@ -329,6 +329,9 @@ def test_blocks_that_hold_everything_restrict_nothing() -> None:
     other_TK = select.select_in_blocks(q, w, keys, visible_T, one_short_TB, 8, 64)
     assert torch.equal(other_TK[1:], row_TK[1:])
     assert not bool(((other_TK[0] >= 800) & (other_TK[0] < 808)).any())
+    almost_TB = torch.tensor([[0, 1, -1, -1]])  # row 16 is visible, and in no block
+    got_TK = select.select_in_blocks(q[:1], w[:1], keys, torch.tensor([17]), almost_TB, 8, 20)
+    assert got_TK.tolist() == [padded(list(range(16)), 20)]
 
 
 @pytest.mark.parametrize(
