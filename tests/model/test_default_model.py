@@ -82,7 +82,7 @@ def test_a_picture_that_cannot_be_read_is_named(
     with pytest.raises(SystemExit) as stopped:
         cli_main.main()
     assert stopped.value.code == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: image {path}: expected one of PNG")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: image '{path}': expected one of PNG")
 
 
 def test_images_of_one_size_are_told_apart_by_the_prefix_cache(tmp_path: Path) -> None:
