@@ -27,12 +27,7 @@ def ops(
     """List the operators, their implementations and what runs here."""
     for module in pkgutil.iter_modules(leadline.ops.__path__):  # an operator is registered when its file is imported
         importlib.import_module(f"leadline.ops.{module.name}")
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        where = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):  # no such word, or torch finds none of them
-        words = f"expected a device that torch finds on this machine, such as cpu, got {name!r}"
-        raise typer.BadParameter(words, param_hint="'--device'") from None
+    where = options.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = dispatch.table(where)
     if json:
         document = {"device": str(where), "operators": [dataclasses.asdict(row) for row in rows]}

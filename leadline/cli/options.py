@@ -21,6 +21,8 @@ from leadline.config.sampling import SamplingParams
 from leadline.errors import LeadlineError
 
 if TYPE_CHECKING:
+    import torch
+
     from leadline.llm import LLM
 
 Report = Callable[..., None]
@@ -126,6 +128,17 @@ def open_llm(model: str, options: ModelOptions) -> LLM:
         llm = LLM(model or None, **asdict(options), progress=report)
     choose_threads(llm)
     return llm
+
+
+def device_of(name: str) -> torch.device:
+    """The device of an option --device. Raises: BadParameter if torch knows no such word, or finds none of them."""
+    import torch
+
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):
+        words = f"expected a device that torch finds on this machine, such as cpu, got {name!r}"
+        raise typer.BadParameter(words, param_hint="'--device'") from None
 
 
 def choose_threads(llm: LLM) -> None:

@@ -27,18 +27,24 @@ def verify(
         str, typer.Argument(help="Recorded values of the reference.", show_default=f"{RECORDING} beside the model")
     ] = "",
     *,
+    device: Annotated[str, typer.Option(help="Device to check, as torch names it.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Check this machine's results against a recording."""
+    where = options.device_of(device)
     folder = resolve_model(model or None)
     path = Path(recording) if recording else folder / RECORDING
     recorded = read_recording(path) if recording or path.exists() else None
-    loaded = Model.load(folder)
+    loaded = Model.load(folder, device=where)
     parts = check_formats() + check_operators(loaded.device) + check_decode(loaded)
     if recorded is not None:
         parts += check_recording(loaded, recorded)
     if json:
-        document = {"recording": None if recorded is None else str(path), "parts": [_plain(part) for part in parts]}
+        document = {
+            "device": str(where),
+            "recording": None if recorded is None else str(path),
+            "parts": [_plain(part) for part in parts],
+        }
         typer.echo(json_format.dumps(document, indent=2))
     else:
         console = Console()

@@ -43,7 +43,8 @@ def round_to_grid(y: Tensor, grid: tuple[Tensor, Tensor]) -> Tensor:
     leaves no room for a fraction of a step, so the addition itself rounds; the step follows the exponent of each value.
     |y| must not exceed the format's largest value.
     """
-    shift = y.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32).mul_(grid[0]).clamp_min_(grid[1])
+    shift = y.view(torch.int32).bitwise_and(_EXPONENT).view(torch.float32).mul_(grid[0])
+    shift = torch.maximum(shift, grid[1], out=shift)
     return (y + shift).sub_(shift).copysign_(y)
 
 

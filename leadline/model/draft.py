@@ -84,7 +84,8 @@ class Drafter:
         """Draft a block after each anchor. See `Model.draft`."""
         c = self.config
         B, n, W = len(sequences), c.dspark_block_size, c.sliding_window
-        device = anchor_ids.device
+        device = embed_VD.device
+        anchor_ids = anchor_ids.to(device)
         ids = torch.full((B, n), c.dspark_noise_token_id, dtype=torch.int64, device=device)
         ids[:, 0] = anchor_ids
         lengths = [seq.length for seq in sequences]

@@ -45,11 +45,12 @@ class Engram:
     def __init__(self, config: ModelConfig, weights: WeightSource, layer: int, table: HashTable) -> None:
         prefix = f"layers.{layer}.engram."
         self.config = config
-        self.hash_table = table
         self.embed = weights.table(prefix + "embed")
         self.wkv = weights.linear(prefix + "wkv")
         self.q_weight = weights.tensor(prefix + "q_weight", dtype=torch.float32)
         self.k_weight = weights.tensor(prefix + "k_weight", dtype=torch.float32)
+        device = self.k_weight.device
+        self.hash_table = HashTable(table.multipliers.to(device), table.primes.to(device), table.offsets.to(device))
 
     def __call__(self, h_TSD: Tensor, window_TN: Tensor, pad: int, image_T: Tensor | None) -> Tensor:
         """bf16 streams to bf16 streams. window_TN: `hash_windows` of the same rows; pad: compressed pad id."""

@@ -152,7 +152,7 @@ class Model:
         parts = []
         for image in images:
             plan = image.plan
-            aligned = self.vision.encode(image.patches, plan.patch_rows, plan.patch_columns)
+            aligned = self.vision.encode(image.patches.to(self.device), plan.patch_rows, plan.patch_columns)
             parts.append(span_rows(aligned, plan.token_types(), *self.image_marks))
         return torch.cat(parts)
 

@@ -211,7 +211,7 @@ class StepBatch:
         self.starts = tuple(run.sequence.length for run in runs)
         self.ends = tuple(s + run.token_ids.shape[0] for s, run in zip(self.starts, runs, strict=True))
         ids = [run.token_ids for run in runs]
-        self.token_ids_T = ids[0] if len(ids) == 1 else torch.cat(ids)
+        self.token_ids_T = (ids[0] if len(ids) == 1 else torch.cat(ids)).to(self.device)
         self.image_T = self._image_mask()
         self._new_rows: dict[int, NewRows] = {}
         self.all_rows = ActiveRows(self, self.starts)
@@ -253,12 +253,12 @@ class StepBatch:
         if all(run.token_types is None for run in self.runs):
             return None
         parts = [
-            torch.zeros(run.token_ids.shape[0], dtype=torch.bool, device=self.device)
+            torch.zeros(run.token_ids.shape[0], dtype=torch.bool)
             if run.token_types is None
-            else run.token_types != TEXT
+            else run.token_types.cpu() != TEXT
             for run in self.runs
         ]
-        mask = torch.cat(parts)
+        mask = torch.cat(parts).to(self.device)
         return mask if bool(mask.any()) else None
 
     def floors(self, layer: int) -> tuple[int, ...]:

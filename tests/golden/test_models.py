@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from leadline.errors import VerificationError
 from leadline.model.model import Model
 from leadline.verify.formats import check_formats
+from leadline.verify.operators import check_operators
 from leadline.verify.parts import Part
 from leadline.verify.recording import LOGIT_MEDIAN, LOGIT_P95, check_decode, check_recording, read_recording
 
@@ -71,6 +73,17 @@ def test_recorded_model(name: str) -> None:
         noise = NOISE[name][RERUN[part]]
         assert median <= LOGIT_MEDIAN * noise, part
         assert max(large) <= LOGIT_P95 * noise, part
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("name", sorted(NOISE))
+def test_recorded_model_on_a_gpu(name: str, weights: Literal["dense", "packed"]) -> None:
+    model = Model.load(GOLDEN / "models" / name, device="cuda", weights=weights)
+    assert not failures(check_operators(model.device))
+    assert not failures(compare(name, model))
+    assert not failures(check_decode(model))
 
 
 def test_formats() -> None:

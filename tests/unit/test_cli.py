@@ -213,8 +213,9 @@ def test_wrong_usage_is_one_line_that_says_where_help_is(capsys, monkeypatch, ar
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_ops_of_a_device_that_is_not_there(run):
-    result = run("ops", "--device", "cuda")
+@pytest.mark.parametrize("command", ["ops", "verify"])
+def test_a_device_that_is_not_there(run, command):
+    result = run(command, "--device", "cuda")
     assert result.exit_code == 2
     assert "a device that torch finds on" in result.stderr
 

@@ -24,7 +24,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def linear(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     """w_NK: dense, or as `packed` gives it."""
     product = _packed_product if w_NK.is_mkldnn else F.linear
-    if x_TK.is_cpu and not _rows_are_independent(product, w_NK.shape, torch.get_num_threads()):
+    if not _rows_are_independent(product, w_NK.shape, w_NK.device, torch.get_num_threads()):
         return _in_tiles(product, x_TK, w_NK)
     return _filled_up(product, x_TK, w_NK)
 
@@ -36,7 +36,7 @@ def linear_f32(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 def grouped_linear(x_TGI: Tensor, w_NI: Tensor) -> Tensor:
     T, G, _ = x_TGI.shape
     w_GYI = w_NI.view(G, -1, w_NI.shape[1])
-    if x_TGI.device.type != "cpu" or _rows_are_independent(_grouped_product, w_GYI.shape, torch.get_num_threads()):
+    if _rows_are_independent(_grouped_product, w_GYI.shape, w_GYI.device, torch.get_num_threads()):
         return _filled_up(_grouped_product, x_TGI, w_GYI).reshape(T, w_NI.shape[0])
     return torch.cat([linear(x_TGI[:, g], w_GYI[g]) for g in range(G)], dim=-1)
 
@@ -74,9 +74,9 @@ def _grouped_product(x_TGI: Tensor, w_GYI: Tensor) -> Tensor:
 
 
 def _filled_up(product: Product, x: Tensor, w: Tensor) -> Tensor:
-    """The product of x [T, ...] with rows of zeros up to the next of few counts, on a CPU; elsewhere as it is."""
+    """The product of x [T, ...] with rows of zeros up to the next of few counts."""
     T = x.shape[0]
-    missing = _next_count(T) - T if x.is_cpu else 0
+    missing = _next_count(T) - T
     if not missing:
         return product(x, w)
     return product(pad(x, (0, 0) * (x.dim() - 1) + (0, missing)), w)[:T]
@@ -102,7 +102,7 @@ def _in_tiles(product: Product, x_TK: Tensor, w_NK: Tensor) -> Tensor:
 
 
 @cache
-def _rows_are_independent(product: Product, shape: torch.Size, num_threads: int) -> bool:
+def _rows_are_independent(product: Product, shape: torch.Size, device: torch.device, num_threads: int) -> bool:
     """Whether bf16 products with a weight of this shape give a row the same bits for any number of rows, by trial.
 
     The exact result is nearly zero: the inputs of each pair cancel. What is left is the rounding of the sums, and no
@@ -113,7 +113,7 @@ def _rows_are_independent(product: Product, shape: torch.Size, num_threads: int)
     order_K = torch.randperm(K, generator=generator)
     x = torch.randn(_TRIAL_ROWS, *groups, -(-K // 2), generator=generator).bfloat16()
     w = torch.randn(*groups, N, -(-K // 2), generator=generator).bfloat16()
-    x, w = torch.cat((x, -x), dim=-1)[..., order_K], torch.cat((w, w), dim=-1)[..., order_K]
+    x, w = torch.cat((x, -x), dim=-1)[..., order_K].to(device), torch.cat((w, w), dim=-1)[..., order_K].to(device)
     if product is _packed_product:
         w = packed(w)
     standard = product(x, w)
