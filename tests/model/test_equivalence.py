@@ -164,7 +164,7 @@ def test_halo_equals_full(name: str, sizes: list[int]) -> None:
     cache = new_cache(model)
     seq = cache.open()
     last = feed(model, cache, seq, tokens, sizes, prompt_length=prompt, prefill="halo", logits_from=prompt - 1)
-    decoded = feed(model, cache, seq, tokens, [1] * 20 + [5], prompt_length=prompt, prefill="halo")
+    decoded = feed(model, cache, seq, tokens, [1, 1, 6, 1, 5, 6, 5], prompt_length=prompt, prefill="halo")
     assert last.shape[0] == 1
     assert torch.equal(torch.cat((last, decoded)), one_shot(model, tokens)[prompt - 1 :])
 
