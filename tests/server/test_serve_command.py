@@ -35,7 +35,9 @@ STREAMS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/completions": {"prompt": "x"},
 }
-COMMAND = [sys.executable, "-c", "from leadline.cli.main import main; main()", "serve"]
+CODE = "from leadline.cli.main import main; main()"
+COMMAND = [sys.executable, "-c", CODE, "serve"]
+HASTY = [sys.executable, "-c", f"import leadline.server.run as run; run._GRACE_SECONDS = 1.0; {CODE}", "serve"]
 
 
 @pytest.mark.unit
@@ -63,9 +65,9 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+def process(*options: str, command: list[str] = COMMAND) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """A server process, its address, and its log up to the line that tells it."""
-    command = [*COMMAND, "--port", "0", *options]
+    command = [*command, "--port", "0", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as child:
         try:
@@ -165,7 +167,7 @@ def log_after_the_end(child: subprocess.Popen[str], seconds: float) -> str:
 def test_a_second_signal_ends_the_draining() -> None:
     """A client that never sends the rest of its request is cut off a little later."""
     half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"
-    with process("--drain-timeout", "20") as (child, url, _):
+    with process("--drain-timeout", "20", command=HASTY) as (child, url, _):
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         with socket.create_connection(address) as late, streaming(url, 4000) as streams:
             late.sendall(half)
