@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -41,25 +42,25 @@ def hasty() -> Iterator[Running]:
         yield running
 
 
-def repeated(head: bytes, part: bytes, count: int, tail: bytes) -> bytes:
-    return head + b",".join([part] * count) + tail
-
-
 USER = b'{"messages":[{"role":"user","content":'
-BIG: list[tuple[str, bytes, int]] = [
-    (CHAT, repeated(USER + b"[", b'{"type":"text","text":""}', 30 * MIB // 26, b"]}]}"), 413),
-    (CHAT, repeated(USER + b'"x"}],"tools":[', b'{"type":"function"}', 30 * MIB // 20, b"]}"), 413),
-    ("/v1/completions", repeated(b'{"prompt":[', b"1", 15 * MIB, b"]}"), 413),
-    ("/v1/completions", repeated(b'{"prompt":[', b"129", 1_200_000, b',"x"]}'), 400),
-    (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":"x"}', MAX_OBJECTS - 1, b"]}"), 400),
-    (CHAT, repeated(b'{"messages":[', b'{"role":"user","content":5}', MAX_OBJECTS - 1, b"]}"), 400),
-    (CHAT, repeated(USER + b'"x"}],"metadata":[', b'{"a":[]}', 130_000, b"]}"), 400),
-    (CHAT, USER + b'"' + b"all of it text. " * (2 * MIB // 16) + b'"}]}', 400),
+BIG: list[tuple[str, tuple[bytes, bytes, int, bytes], int]] = [  # head; part and how many, with commas; tail
+    (CHAT, (USER + b"[", b'{"type":"text","text":""}', 30 * MIB // 26, b"]}]}"), 413),
+    (CHAT, (USER + b'"x"}],"tools":[', b'{"type":"function"}', 30 * MIB // 20, b"]}"), 413),
+    ("/v1/completions", (b'{"prompt":[', b"1", 15 * MIB, b"]}"), 413),
+    ("/v1/completions", (b'{"prompt":[', b"129", 1_200_000, b',"x"]}'), 400),
+    (CHAT, (b'{"messages":[', b'{"role":"user","content":"x"}', MAX_OBJECTS - 1, b"]}"), 400),
+    (CHAT, (b'{"messages":[', b'{"role":"user","content":5}', MAX_OBJECTS - 1, b"]}"), 400),
+    (CHAT, (USER + b'"x"}],"metadata":[', b'{"a":[]}', 130_000, b"]}"), 400),
+    (CHAT, (USER + b'"', b"all of it, text", 2 * MIB // 16, b'"}]}'), 400),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status"), BIG)
-def test_big_bodies_do_not_hold_up_others(whole: Running, path: str, body: bytes, status: int) -> None:
+@pytest.mark.parametrize(("path", "parts", "status"), BIG)
+def test_big_bodies_do_not_hold_up_others(
+    whole: Running, path: str, parts: tuple[bytes, bytes, int, bytes], status: int
+) -> None:
+    head, part, count, tail = parts
+    body = head + b",".join([part] * count) + tail
     found: list[httpx.Response] = []
 
     def post() -> None:
@@ -116,28 +117,30 @@ def answer(running: Running, *pieces: bytes, wait: float = 0.0) -> tuple[bytes, 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-@pytest.mark.parametrize(
-    ("pieces", "wait"),
-    [
-        ((b"",), 0.0),
-        ((b"POST /v1/chat",), 0.0),
-        ((HEAD,), 0.0),
-        ((HEAD + b"Content-Length: 100\r\n\r\n",), 0.0),
-        ((HEAD + b'Content-Length: 100\r\n\r\n{"messages"',), 0.0),
-        ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n",), 0.0),
-        ((HEAD, *[b"X-A: b\r\n"] * 20), 0.1),
-        ((HEAD + b"Content-Length: 100\r\n\r\n", *[b" "] * 20), 0.1),
-    ],
-)
-def test_half_sent_requests_get_a_408(hasty: Running, pieces: tuple[bytes, ...], wait: float) -> None:
-    received, seconds = answer(hasty, *pieces, wait=wait)
-    assert seconds < 5
-    if received or not wait:  # a client that goes on sending to a closed connection may lose the answer
-        head, _, body = received.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 408 ")
-        assert b"connection: close" in head.lower()
-        assert b"x-request-id: " in head.lower()
-        assert json.loads(body)["error"]["code"] == "read_timeout"
+HALF_SENT: list[tuple[tuple[bytes, ...], float]] = [  # pieces, and the seconds between them
+    ((b"",), 0.0),
+    ((b"POST /v1/chat",), 0.0),
+    ((HEAD,), 0.0),
+    ((HEAD + b"Content-Length: 100\r\n\r\n",), 0.0),
+    ((HEAD + b'Content-Length: 100\r\n\r\n{"messages"',), 0.0),
+    ((HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n",), 0.0),
+    ((HEAD, *[b"X-A: b\r\n"] * 20), 0.1),
+    ((HEAD + b"Content-Length: 100\r\n\r\n", *[b" "] * 20), 0.1),
+]
+
+
+def test_half_sent_requests_get_a_408(hasty: Running) -> None:
+    """All at the same time."""
+    with ThreadPoolExecutor(len(HALF_SENT)) as pool:
+        answers = list(pool.map(lambda case: answer(hasty, *case[0], wait=case[1]), HALF_SENT))
+    for (pieces, wait), (received, seconds) in zip(HALF_SENT, answers, strict=True):
+        assert seconds < 5, pieces
+        if received or not wait:  # a client that goes on sending to a closed connection may lose the answer
+            head, _, body = received.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 "), pieces
+            assert b"connection: close" in head.lower(), pieces
+            assert b"x-request-id: " in head.lower(), pieces
+            assert json.loads(body)["error"]["code"] == "read_timeout", pieces
 
 
 def test_a_second_request_of_a_connection_has_to_come_too(hasty: Running) -> None:
@@ -149,13 +152,15 @@ def test_a_second_request_of_a_connection_has_to_come_too(hasty: Running) -> Non
 
 
 def test_slow_answers_and_pauses_are_no_slow_requests(hasty: Running) -> None:
-    hasty.engine.script, hasty.engine.step_seconds = "word " * 4, 0.2
+    hasty.engine.script, hasty.engine.step_seconds = "word " * 4, 0.12
     with httpx.Client(base_url=hasty.url, timeout=20) as client:
-        for stream in (True, False):
+        for pause, stream in ((0.0, True), (1.5 * READ_SECONDS, False)):
+            time.sleep(pause)
+            start = time.monotonic()
             found = client.post(CHAT, json={"messages": ASK, "stream": stream})
+            assert time.monotonic() - start > READ_SECONDS
             assert found.status_code == 200
             assert "read_timeout" not in found.text
-            time.sleep(1.5 * READ_SECONDS)
         hasty.engine.step_seconds = 0.0
 
 
