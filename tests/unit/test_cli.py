@@ -332,14 +332,14 @@ def test_terminal_text_is_harmless(monkeypatch):
 
 
 def run_with_streams(words, streams, **variables):
-    """Runs `leadline WORDS` on a fake model through a shell that does `streams` to its standard streams."""
-    code = (
-        "import sys, leadline.cli.main as m, leadline.cli.chat as c, leadline.cli.generate as g\n"
+    """Runs `leadline WORDS` (a fake model, if any) through a shell that does `streams` to its standard streams."""
+    model = (
+        "import leadline.cli.chat as c, leadline.cli.generate as g\n"
         "from tests.support.fake_llm import fake_llm\n"
         "c.open_llm = g.open_llm = lambda *o: fake_llm('é')\n"
-        f"sys.argv = ['leadline', *{words.split()!r}]\n"
-        "m.main()\n"
     )
+    command = f"import sys, leadline.cli.main as m\nsys.argv = ['leadline', *{words.split()!r}]\nm.main()\n"
+    code = model * words.startswith(("generate", "chat")) + command
     return subprocess.run(
         ["sh", "-c", f'exec "$0" -c "$1" {streams}', sys.executable, code], capture_output=True, timeout=START_SECONDS,
         env={**os.environ, **variables}, check=False,
