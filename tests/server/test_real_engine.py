@@ -21,7 +21,7 @@ from tests.support.load import metrics
 pytestmark = pytest.mark.tiny
 
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
-LONG_SYSTEM = " ".join(f"Rule {i}: sound the depth before mark {i * 7 % 101} and call it out." for i in range(110))
+LONG_SYSTEM = " ".join(f"Rule {i}: sound the depth before mark {i * 7 % 101} and call it out." for i in range(78))
 
 
 @pytest.fixture
