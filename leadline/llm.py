@@ -316,10 +316,10 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Engine and inbox for one thread at a time. Raises: RequestError for a call from inside: it would wait for ever."""
+        """Engine and inbox for one thread at a time. Raises: RequestError for a call that would wait for itself."""
         if self._holder == get_ident():
-            raise RequestError("LLM: expected no call from inside another one (a progress function of score, or a signal "
-                               "handler); wait until it is done")  # fmt: skip
+            raise RequestError("LLM: expected no call from inside another one (a progress function of score, a signal "
+                               "handler); wait until that is done")  # fmt: skip
         try:
             with self._lock:
                 try:
