@@ -24,8 +24,10 @@ def engram_moduli(config: ModelConfig) -> dict[int, list[int]]:
         own = list(itertools.islice(primes, config.engram_columns))
         if sum(own) != num_rows:
             raise ConfigError(
-                f"engram_num_embeddings: layer {layer}: expected {sum(own)} (sum of its {len(own)} moduli), got "
-                f"{num_rows}; engram_vocab_size, engram_max_ngram_size or engram_n_heads does not fit the table"
+                f"engram_num_embeddings: layer {layer}: expected {sum(own)}, the sum of {len(own)} primes from "
+                f"engram_vocab_size {config.engram_vocab_size} on (by engram_max_ngram_size "
+                f"{config.engram_max_ngram_size} and engram_n_heads {config.engram_n_heads}), got "
+                f"{list(config.engram_num_embeddings)}"
             )
         moduli[layer] = own
     return moduli
