@@ -186,7 +186,7 @@ def _act_quant(o: _Operands) -> _Case:
 
 def _index_quant(o: _Operands) -> _Case:
     x = o.whole(-48, 48, 5, 96)  # ties between codes among them
-    x[0], x[1] = 0, x[1] * 2.0**-131  # below the least scale
+    x[0] = 0
     step = _power_of_two(x, 6, 6 * 2.0**-126)
     distance = ((x.double() / step).abs().unsqueeze(-1) - _E2M1.to(x.device)).abs()
     code = (distance + 2.0**-20 * (torch.arange(8, device=x.device) % 2)).argmin(-1)  # of two as near the even one
