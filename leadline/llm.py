@@ -380,7 +380,10 @@ class LLM:
         return self._start_chat([messages], sampling_params, thinking, effort, tools, progress)[1]
 
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
-        """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
+        """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass.
+
+        Raises: as `generate`. CapacityError as well while open generations hold all of max_num_seqs or of the pages.
+        """
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
         with self._alone():
             scored = score(
