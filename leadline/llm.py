@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from reprlib import repr as brief
-from threading import RLock
+from threading import Lock, get_ident
 from typing import Any, Literal, NamedTuple
 
 from leadline.cache.prefix import PrefixCache
@@ -213,7 +214,9 @@ class LLM:
             max_waiting=max_waiting,
         )
         self._inbox: dict[int, list[Delta]] = {}  # deltas of open generations, by ticket
-        self._lock = RLock()  # of engine and inbox; again by a thread that has it, where a lost generator is collected
+        self._lock = Lock()  # of engine and inbox
+        self._holder: int | None = None  # thread that has the lock
+        self._lost: deque[int] = deque()  # tickets to cancel, see `_cancel_lost`
 
     @classmethod
     def from_parts(cls, model: Any, tokenizer: Tokenizer, **options: Any) -> LLM:
@@ -287,13 +290,13 @@ class LLM:
         total = sum(len(request.token_ids) * request.params.n for request in requests)
         before = reported = engine.prompt_tokens_done
         try:
-            with self._lock:
+            with self._alone():
                 tickets += (engine.add(request) for request in requests)
                 self._inbox.update((ticket, []) for ticket in tickets)
             index = {ticket: i for i, ticket in enumerate(tickets)}
             left = sum(request.params.n for request in requests)
             while left:
-                with self._lock:
+                with self._alone():
                     if not any(self._inbox[ticket] for ticket in tickets):
                         if not any(map(engine.is_open, tickets)):
                             raise EngineError("generation: it ended with a step that was interrupted; start it again")
@@ -308,10 +311,37 @@ class LLM:
                     left -= delta.finish_reason is not None
                     yield replace(delta, request=index[delta.request])
         finally:
+            self._lost.extend(tickets)
+            self._cancel_lost()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Engine and inbox for one thread at a time. Raises: RequestError for a call that would wait for itself."""
+        if self._holder == get_ident():
+            raise RequestError("LLM: expected no call from inside another one (a progress function of score, a signal "
+                               "handler); wait until that is done")  # fmt: skip
+        try:
             with self._lock:
-                for ticket in tickets:
-                    engine.cancel(ticket)
-                    self._inbox.pop(ticket, None)
+                try:
+                    self._holder = get_ident()
+                    yield
+                finally:
+                    self._holder = None
+        finally:
+            self._cancel_lost()
+
+    def _cancel_lost(self) -> None:
+        """End the requests of closed generations, now or when whoever has the lock is done.
+
+        A generator is also closed where it is collected, and that may be anywhere: in the middle of a step, too.
+        """
+        while self._lost and self._lock.acquire(blocking=False):
+            try:
+                while self._lost:
+                    self.engine.cancel(self._lost[0])
+                    self._inbox.pop(self._lost.popleft(), None)
+            finally:
+                self._lock.release()
 
     def chat(
         self,
@@ -350,9 +380,12 @@ class LLM:
         return self._start_chat([messages], sampling_params, thinking, effort, tools, progress)[1]
 
     def score(self, prompts: Prompts, *, top: int = 0, progress: Progress | None = None) -> list[ScoreOutput]:
-        """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass."""
+        """Log-probability of every prompt token and of the `top` most likely ones, from the full forward pass.
+
+        Raises: as `generate`. CapacityError as well while open generations hold all of max_num_seqs or of the pages.
+        """
         ids = [self._token_ids(prompt) for prompt in _listed(prompts)]
-        with self._lock:
+        with self._alone():
             scored = score(
                 self.model,
                 self.cache,
@@ -376,7 +409,7 @@ class LLM:
         Raises: RequestError without a prefix cache, or for a model that was not loaded from a folder. CheckpointError
         if the file cannot be written.
         """
-        with self._lock:
+        with self._alone():
             self._prefix_cache().save(path, self._fingerprint())
 
     def load_prefixes(self, path: str | Path) -> None:
@@ -384,7 +417,7 @@ class LLM:
 
         Raises: CheckpointError if the file is missing, damaged or of another model. RequestError as `save_prefixes`.
         """
-        with self._lock:
+        with self._alone():
             self._prefix_cache().load(path, self._fingerprint())
 
     def _prefix_cache(self) -> PrefixCache:

@@ -108,8 +108,8 @@ class KVCache:
         num_pages = -(-max_tokens // PAGE_TOKENS)
         live_pages = -(-(max(self.window, PAGE_TOKENS) + MAX_ROLLBACK) // PAGE_TOKENS) + 1
         num_window_pages = max_sequences * (live_pages + 1) + -(-max_step_tokens // PAGE_TOKENS) + max_snapshots
-        self.pages = PageAllocator(num_pages, "KV pages", "max_tokens")
-        self.window_pages = PageAllocator(num_window_pages, "window pages", "max_sequences or lower max_step_tokens")
+        self.pages = PageAllocator(num_pages, "KV pages", "max_cache_tokens")
+        self.window_pages = PageAllocator(num_window_pages, "window pages", "max_num_seqs")
         self._slots = list(range(max_sequences - 1, -1, -1))
 
         num_windows = config.num_hidden_layers + config.num_nextn_predict_layers
@@ -151,9 +151,7 @@ class KVCache:
             CapacityError: all slots are in use.
         """
         if not self._slots:
-            raise CapacityError(
-                f"sequence slots: all {self.max_sequences} in use; end a request or raise max_sequences"
-            )
+            raise CapacityError(f"sequence slots: all {self.max_sequences} in use; end a request or raise max_num_seqs")
         return Sequence(self, self._slots.pop())
 
     def resume(

@@ -313,7 +313,7 @@ class PrefixCache:
         if not self.make_room(pages, windows):
             raise CapacityError(
                 f"prefix cache: {pages} pages and {windows} window pages needed, {self.pages.num_available} and "
-                f"{self.windows.num_available} available; end a request or raise max_tokens"
+                f"{self.windows.num_available} available; end a request or raise max_cache_tokens"
             )
 
     def clear(self) -> None:

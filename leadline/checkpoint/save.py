@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -51,13 +52,18 @@ def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], max_shard_byte
         shards[-1][name] = tensor.contiguous()
         shard_bytes += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        _save(shards[0], folder / "model.safetensors")
         return
     shard_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        _save(shard, folder / file_name)
         shard_of |= dict.fromkeys(shard, file_name)
     # Last, since shards without an index are refused.
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": shard_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save(shard: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(shard, path, metadata={"format": "pt"})
+    shutil.copymode(path.with_name("config.json"), path)  # the library's files are for their owner alone

@@ -109,7 +109,7 @@ class Shard:
                 raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, got {str(entry)[:120]}")
         if dtype not in DTYPES:
             raise CheckpointError(f"{where}: expected a dtype of {sorted(DTYPES)}, got {dtype}")
-        if len(shape) > _MAX_RANK or not all(isinstance(length, int) and 0 <= length <= size for length in shape):
+        if len(shape) > _MAX_RANK or not all(type(length) is int and 0 <= length <= size for length in shape):
             raise CheckpointError(
                 f"{where}: expected a shape of at most {_MAX_RANK} integers from 0 to the file's {size} B, "
                 f"got {str(shape)[:120]}"

@@ -23,6 +23,7 @@ from leadline.errors import LeadlineError
 if TYPE_CHECKING:
     import torch
 
+    from leadline.config.model import ModelConfig
     from leadline.llm import LLM
 
 Report = Callable[..., None]
@@ -126,7 +127,7 @@ def open_llm(model: str, options: ModelOptions) -> LLM:
         note(RANDOM_MODEL.format("--model"))
     with progress_bar("loading", DownloadColumn()) as report:
         llm = LLM(model or None, **asdict(options), progress=report)
-    choose_threads(llm)
+    choose_threads(llm.config)
     return llm
 
 
@@ -135,20 +136,22 @@ def device_of(name: str) -> torch.device:
     import torch
 
     try:
-        return torch.empty(0, device=name).device
+        probe = torch.zeros(1, device=name)
+        probe.tolist()  # "meta" is a word of torch's, but holds no values
+        return probe.device
     except (RuntimeError, AssertionError):
         words = f"expected a device that torch finds on this machine, such as cpu, got {name!r}"
         raise typer.BadParameter(words, param_hint="'--device'") from None
 
 
-def choose_threads(llm: LLM) -> None:
+def choose_threads(config: ModelConfig) -> None:
     """A small model computes with one thread, unless OMP_NUM_THREADS says how many.
 
     Two gain a tenth on an idle machine, and lose a factor of ten or more on a busy one (docs/log.md).
     """
     import torch  # here: see open_llm
 
-    if llm.config.hidden_size <= ONE_THREAD_WIDTH and "OMP_NUM_THREADS" not in os.environ:
+    if config.hidden_size <= ONE_THREAD_WIDTH and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 

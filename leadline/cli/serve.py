@@ -113,7 +113,7 @@ def serve(
             host_cache_bytes=host_cache_mib << 20,
             progress=progress,
         )
-        options.choose_threads(llm)
+        options.choose_threads(llm.config)
         if cache_file is not None and cache_file.exists():
             llm.load_prefixes(cache_file)
         loaded.append(llm)

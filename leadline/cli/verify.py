@@ -36,6 +36,7 @@ def verify(
     path = Path(recording) if recording else folder / RECORDING
     recorded = read_recording(path) if recording or path.exists() else None
     loaded = Model.load(folder, device=where)
+    options.choose_threads(loaded.config)
     parts = check_formats() + check_operators(loaded.device) + check_decode(loaded)
     if recorded is not None:
         parts += check_recording(loaded, recorded)

@@ -104,7 +104,7 @@ def take(keys: Keys, data: Mapping[str, Any], where: str = "", flat: bool = Fals
 
 def refuse_unknown(data: Mapping[str, Any], known: Iterable[str | None], where: str = "") -> None:
     for name in sorted(data.keys() - set(known), key=str):
-        raise ConfigError(f"{where}{name}: unknown key with value {show(data[name])}; names are matched exactly")
+        raise ConfigError(f"{where}{name}: unknown key with value {show(data[name])}; correct or remove it")
 
 
 def write(keys: Keys, owner: object, flat: bool = False) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from leadline.config.checks import parse_json
+from leadline.config.engram import engram_moduli
 from leadline.config.keys import (
     BOOL,
     INTEGERS,
@@ -148,7 +149,7 @@ class ModelConfig(TopConfig):
     engram_layer_ids: Annotated[tuple[int, ...], Key("engram_layer_ids", INTEGERS)]
     engram_num_embeddings: Annotated[tuple[int, ...], Key("engram_num_embeddings", INTEGERS)]
     engram_max_ngram_size: Annotated[int, Key("engram_max_ngram_size", integer(0, 64))]
-    engram_vocab_size: Annotated[int, Key("engram_vocab_size", integer(0))]
+    engram_vocab_size: Annotated[int, Key("engram_vocab_size", integer(0, 1 << 31))]
     engram_n_heads: Annotated[int, Key("engram_n_heads", integer(0, 1024))]
     engram_head_dim: Annotated[int, Key("engram_head_dim", integer(0, multiple=32))]
     engram_pad_token_id: Annotated[int, Key("engram_pad_id", TOKEN)]
@@ -178,6 +179,7 @@ class ModelConfig(TopConfig):
         try:
             _check(config)
             plan_layers(config)
+            engram_moduli(config)
         except ConfigError as error:
             if is_nested:
                 raise

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from leadline.config.engram import engram_moduli
 from leadline.config.model import ModelConfig
-from leadline.errors import ConfigError, OperatorError
+from leadline.errors import OperatorError
 from leadline.ops import dispatch
 from leadline.ops.reference import engram as reference
 
@@ -29,23 +28,15 @@ class HashTable:
 def build_hash_tables(config: ModelConfig) -> dict[int, HashTable]:
     """The hash constants of every Engram layer, as the published tables were built.
 
-    Moduli: the primes from engram_vocab_size on, ascending, dealt out by layer, order and head. Multipliers: odd
-    numbers from numpy's default_rng(10007 * layer), small enough that products with compressed ids stay below 2^63.
-    Raises: ConfigError if the moduli do not add up to engram_num_embeddings.
+    Moduli: `engram_moduli`. Multipliers: odd numbers from numpy's default_rng(10007 * layer), small enough that
+    products with compressed ids stay below 2^63.
     Source: architecture.md 4.11.
     """
-    n, heads = config.engram_max_ngram_size, config.engram_n_heads
-    primes = _primes_from(config.engram_vocab_size)
     tables = {}
-    for layer, num_rows in zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True):
-        moduli = list(itertools.islice(primes, (n - 1) * heads))
-        if sum(moduli) != num_rows:
-            raise ConfigError(
-                f"engram_num_embeddings of layer {layer}: expected {sum(moduli)} (sum of its {len(moduli)} moduli), "
-                f"got {num_rows}; engram_vocab_size, engram_max_ngram_size or engram_n_heads does not fit the table"
-            )
+    for layer, moduli in engram_moduli(config).items():
         bound = (2**63 - 1) // config.engram_compressed_vocab_size // 2
-        factors = np.random.default_rng(10007 * layer).integers(0, bound, n, dtype=np.int64) * 2 + 1
+        drawn = np.random.default_rng(10007 * layer).integers(0, bound, config.engram_max_ngram_size, dtype=np.int64)
+        factors = drawn * 2 + 1
         offsets = [0, *itertools.accumulate(moduli[:-1])]
         tables[layer] = HashTable(torch.from_numpy(factors), torch.tensor(moduli), torch.tensor(offsets))
     return tables
@@ -109,11 +100,6 @@ def engram_gate(
         h_TSD, key_TSD, value_TD, q_weight_SD, k_weight_SD, eps, image_T
     )
     return out
-
-
-def _primes_from(start: int) -> Iterator[int]:
-    """Primes >= start, ascending. Trial division: the released tables need 48 primes near 16 million."""
-    return (p for p in itertools.count(max(start, 2)) if all(p % d for d in range(2, math.isqrt(p) + 1)))
 
 
 dispatch.register("hash_rows", "reference", reference.hash_rows)

@@ -8,13 +8,14 @@ NaN.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from leadline.config.model import YarnConfig
 from leadline.formats.rows import DenseRows
 from leadline.ops import dispatch
 from leadline.ops.compressor import pool_pairs
@@ -24,11 +25,11 @@ from leadline.ops.hyper import collapse, expand, mix_coefficients
 from leadline.ops.linear import Weight, grouped_linear, linear, linear_f32
 from leadline.ops.norm import rms_norm
 from leadline.ops.quantize import act_quant, index_quant
-from leadline.ops.rope import apply_rope
+from leadline.ops.rope import apply_rope, frequencies, turns
 from leadline.ops.router import route
 from leadline.ops.select import KeyRows, select_in_blocks, select_rows, select_rows_and_blocks
 from leadline.ops.sparse_attention import sparse_attention
-from leadline.verify.parts import Part, check, part
+from leadline.verify.parts import Check, Part, check, part
 
 EXACT = 0.0
 FP32 = 1e-5  # sums of some tens of fp32 products, and exponentials
@@ -41,25 +42,42 @@ _NAN = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """run: gives the operator's results when told an implementation. limit: on the error of each row, see `_error`."""
+    """run: gives the operator's results for some of the rows when told an implementation. expected: for all rows.
+    limit: on the error of each row, see `_error`."""
 
-    run: Callable[[str], tuple[Tensor, ...]]
+    run: Callable[[slice, str], tuple[Tensor, ...]]
     expected: tuple[Tensor, ...]
     limit: float
 
 
 @torch.inference_mode()
 def check_operators(device: torch.device) -> list[Part]:
-    """One part for each implementation that runs on `device`."""
-    parts = []
+    """One part for each implementation that runs on `device`, computed on all rows at once and on each row alone.
+
+    On a CPU both have equal bits. The torch reference does not promise that elsewhere (decision 0001).
+    """
+    parts = [_check_rotations(device)]
     for row in dispatch.table(device):
         if row.runs:
-            case = _CASES[row.op](_Operands(device))
-            found = case.run(row.impl)
-            error = torch.cat([_error(*both) for both in zip(found, case.expected, strict=True)])
-            limit = check("worst", error.max(), case.limit)
-            parts.append(part(f"operators: {row.op}, {row.impl}", error, limit))
+            name = f"operators: {row.op}, {row.impl}"
+            try:
+                parts.append(_check_case(name, _CASES[row.op](_Operands(device)), row.impl, device.type == "cpu"))
+            except Exception as error:  # is this part's failure; the others still say something
+                reason = Check(what=f"{type(error).__name__}: {error}", value=_NAN, limit=0.0)
+                parts.append(Part(name=name, worst=_NAN, rms=_NAN, checks=(reason,)))
     return parts
+
+
+def _check_case(name: str, case: _Case, impl: str, same_bits: bool) -> Part:
+    together = case.run(slice(None), impl)
+    single = [case.run(slice(t, t + 1), impl) for t in range(len(case.expected[0]))]
+    alone = [torch.cat(rows) for rows in zip(*single, strict=True)]
+    error = torch.cat([_error(*both) for found in (together, alone) for both in zip(found, case.expected, strict=True)])
+    checks = [check("worst", error.max(), case.limit)]
+    if same_bits:
+        differs = torch.stack([(a != b).any() for a, b in zip(together, alone, strict=True)])
+        checks.append(check("other bits alone", differs.sum(), 0.0))
+    return part(name, error, *checks)
 
 
 def _error(found: Tensor, expected: Tensor) -> Tensor:
@@ -84,37 +102,60 @@ class _Operands:
 
     def weights(self, N: int, K: int) -> list[tuple[Weight, Tensor]]:
         """One weight of every stored form, and its values."""
-        ones = torch.full((N, K // 32), 127, dtype=torch.uint8, device=self.device).view(torch.float8_e8m0fnu)
         codes = self.whole(0, 255, N, K // 2, dtype=torch.uint8)
         nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(N, K).long()
         fp4 = torch.cat((_E2M1, -_E2M1)).to(self.device)[nibbles]
         fp8 = self.normal(N, K).to(torch.float8_e4m3fn)
         bf16 = self.normal(N, K)
+        line, tile = (self.whole(124, 130, rows, K // 32, dtype=torch.uint8) for rows in (N, -(-N // 32)))
+        of_line, of_tile = (torch.exp2(e.double() - 127).repeat_interleave(32, dim=1) for e in (line, tile))
         return [
-            (Weight.from_fp4(codes.view(torch.int8), ones), fp4),
-            (Weight.from_fp8(fp8, ones[: -(-N // 32)]), fp8.double()),
+            (Weight.from_fp4(codes.view(torch.int8), line.view(torch.float8_e8m0fnu)), fp4 * of_line),
+            (
+                Weight.from_fp8(fp8, tile.view(torch.float8_e8m0fnu)),
+                fp8.double() * of_tile.repeat_interleave(32, dim=0)[:N],
+            ),
             (Weight.from_bf16(bf16), bf16.double()),
         ]
+
+
+def _check_rotations(device: torch.device) -> Part:
+    """Frequencies of both kinds, and what they make of positions that are small enough for fp32."""
+    yarn = YarnConfig(factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536)
+    position_T, theta, pairs = torch.tensor([0, 1, 7, 60], device=device), 160000.0, 32
+    pair = torch.arange(pairs, dtype=torch.float64, device=device)
+    plain = theta ** (-pair / pairs)
+    # The pairs between those that make 32 turns and one turn over the original context, rounded outwards, are blended.
+    fast, slow = (pairs * math.log(65536 / (2 * math.pi * turned)) / math.log(theta) for turned in (32, 1))
+    share = ((pair - math.floor(fast)) / (math.ceil(slow) - math.floor(fast))).clamp(0, 1)
+    errors = []
+    for scaling, frequency in ((None, plain), (yarn, plain * (1 - share + share / 16))):
+        found = turns(position_T, frequencies(2 * pairs, theta, scaling).to(device))
+        angle = position_T.double().unsqueeze(1) * frequency
+        errors.append(_error(torch.view_as_real(found), torch.stack((angle.cos(), angle.sin()), dim=-1)))
+    error = torch.cat(errors)
+    return part("operators: frequencies and turns", error, check("worst", error.max(), FP32))
 
 
 def _linear(o: _Operands) -> _Case:
     x, weights = o.whole(-8, 8, 5, 64), o.weights(40, 64)
     return _Case(
-        lambda impl: tuple(linear(x, weight, impl=impl) for weight, _ in weights),
+        lambda t, impl: tuple(linear(x[t], weight, impl=impl) for weight, _ in weights),
         tuple(x.double() @ values.T for _, values in weights),
         BF16,
     )
 
 
 def _linear_f32(o: _Operands) -> _Case:
-    x, w = o.normal(5, 64), o.normal(40, 64, dtype=torch.float32)
-    return _Case(lambda impl: (linear_f32(x, w, impl=impl),), (x.double() @ w.double().T,), FP32)
+    xs, w = (o.normal(9, 64), o.normal(9, 64, dtype=torch.float32)), o.normal(40, 64, dtype=torch.float32)
+    expected = tuple(x.double() @ w.double().T for x in xs)
+    return _Case(lambda t, impl: tuple(linear_f32(x[t], w, impl=impl) for x in xs), expected, FP32)
 
 
 def _grouped_linear(o: _Operands) -> _Case:
     x, weights = o.normal(5, 2, 64), o.weights(64, 64)
     return _Case(
-        lambda impl: tuple(grouped_linear(x, weight, impl=impl) for weight, _ in weights),
+        lambda t, impl: tuple(grouped_linear(x[t], weight, impl=impl) for weight, _ in weights),
         tuple(torch.cat((x[:, 0].double() @ v[:32].T, x[:, 1].double() @ v[32:].T), dim=1) for _, v in weights),
         BF16,
     )
@@ -122,8 +163,9 @@ def _grouped_linear(o: _Operands) -> _Case:
 
 def _rms_norm(o: _Operands) -> _Case:
     x, weight = o.normal(5, 96), o.normal(96, dtype=torch.float32)
+    x[1] = 0
     normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-    return _Case(lambda impl: (rms_norm(x, weight, 1e-6, impl=impl),), (normed,), BF16)
+    return _Case(lambda t, impl: (rms_norm(x[t], weight, 1e-6, impl=impl),), (normed,), BF16)
 
 
 def _apply_rope(o: _Operands) -> _Case:
@@ -131,15 +173,15 @@ def _apply_rope(o: _Operands) -> _Case:
     turn = torch.polar(torch.ones_like(angle), angle)
     turned = torch.view_as_complex(x[..., 16:].double().view(5, 3, 16, 2)) * turn[:, None]
     expected = torch.cat((x[..., :16].double(), torch.view_as_real(turned).flatten(-2)), dim=-1)
-    return _Case(lambda impl: (apply_rope(x, turn, impl=impl),), (expected,), BF16)
+    return _Case(lambda t, impl: (apply_rope(x[t], turn[t], impl=impl),), (expected,), BF16)
 
 
 def _act_quant(o: _Operands) -> _Case:
-    x = o.normal(5, 96) * o.normal(5, 1)
-    x[0] = 0
+    x = o.normal(90, 96) * o.normal(90, 1)  # more values than are cast one by one
+    x[0], x[1] = 0, x[1] * 1e-7  # below the least scale
     step = _power_of_two(x, 448, 1e-4)
     expected = (x.double() / step).float().to(torch.float8_e4m3fn).double() * step
-    return _Case(lambda impl: (act_quant(x, impl=impl),), (expected,), EXACT)
+    return _Case(lambda t, impl: (act_quant(x[t], impl=impl),), (expected,), EXACT)
 
 
 def _index_quant(o: _Operands) -> _Case:
@@ -149,7 +191,7 @@ def _index_quant(o: _Operands) -> _Case:
     distance = ((x.double() / step).abs().unsqueeze(-1) - _E2M1.to(x.device)).abs()
     code = (distance + 2.0**-20 * (torch.arange(8, device=x.device) % 2)).argmin(-1)  # of two as near the even one
     expected = _E2M1.to(x.device)[code].copysign(x.double()) * step
-    return _Case(lambda impl: (index_quant(x, impl=impl),), (expected,), EXACT)
+    return _Case(lambda t, impl: (index_quant(x[t], impl=impl),), (expected,), EXACT)
 
 
 def _power_of_two(x: Tensor, largest: float, floor: float) -> Tensor:
@@ -161,11 +203,12 @@ def _power_of_two(x: Tensor, largest: float, floor: float) -> Tensor:
 def _pool_pairs(o: _Operands) -> _Case:
     c, g = o.normal(5, 2, 48, dtype=torch.float32), o.normal(5, 2, 48, dtype=torch.float32)
     pooled = (c.double() * g.double().softmax(1)).sum(1)
-    return _Case(lambda impl: (pool_pairs(c, g, impl=impl),), (pooled,), FP32)
+    return _Case(lambda t, impl: (pool_pairs(c[t], g[t], impl=impl),), (pooled,), FP32)
 
 
 def _mix_coefficients(o: _Operands) -> _Case:
     h, S, eps = o.normal(11, 4, 32), 4, 1e-6
+    h[1] = 0
     fn, base = o.normal(24, 128, dtype=torch.float32), o.normal(24, dtype=torch.float32)
     scale = torch.tensor([0.5, 1.0, 1.5], device=o.device)
     x = h.double().flatten(1)
@@ -175,19 +218,20 @@ def _mix_coefficients(o: _Operands) -> _Case:
     for i in range(39):
         comb = comb / (comb.sum(1 + i % 2, keepdim=True) + eps)
     expected = (m[:, :S].sigmoid() + eps, 2 * m[:, S : 2 * S].sigmoid(), comb)
-    return _Case(lambda impl: mix_coefficients(h, fn, base, scale, 20, eps, 1e-20, impl=impl), expected, FP32)
+    return _Case(lambda t, impl: mix_coefficients(h[t], fn, base, scale, 20, eps, 1e-20, impl=impl), expected, FP32)
 
 
 def _collapse(o: _Operands) -> _Case:
     h, pre = o.normal(5, 4, 48), o.normal(5, 4, dtype=torch.float32)
-    return _Case(lambda impl: (collapse(h, pre, impl=impl),), ((h.double() * pre.double().unsqueeze(-1)).sum(1),), BF16)
+    expected = (h.double() * pre.double().unsqueeze(-1)).sum(1)
+    return _Case(lambda t, impl: (collapse(h[t], pre[t], impl=impl),), (expected,), BF16)
 
 
 def _expand(o: _Operands) -> _Case:
     y, h = o.normal(5, 48), o.normal(5, 4, 48)
     post, comb = o.normal(5, 4, dtype=torch.float32), o.normal(5, 4, 4, dtype=torch.float32)
     streams = post.double().unsqueeze(-1) * y.double().unsqueeze(1) + comb.double().transpose(1, 2) @ h.double()
-    return _Case(lambda impl: (expand(y, h, post, comb, impl=impl),), (streams,), BF16)
+    return _Case(lambda t, impl: (expand(y[t], h[t], post[t], comb[t], impl=impl),), (streams,), BF16)
 
 
 def _route(o: _Operands) -> _Case:
@@ -197,10 +241,20 @@ def _route(o: _Operands) -> _Case:
     image = torch.arange(7, device=o.device) % 3 == 0
     score = torch.nn.functional.softplus(x.double() @ gate.double().T).sqrt()
     choice = score + torch.where(image[:, None], bias_vl, bias)
-    experts = choice.sort(dim=1, descending=True, stable=True).indices[:, :4]
-    weights = score.gather(1, experts)
-    weights = weights / (weights.sum(1, keepdim=True) + 1e-20) * 2.5
-    return _Case(lambda impl: route(x, gate, bias, bias_vl, image, 4, True, 2.5, impl=impl), (experts, weights), FP32)
+    ranked = choice.sort(dim=1, descending=True, stable=True).indices
+    variants = ((4, True), (4, False), (1, True))  # a single expert is not normalised
+    expected: list[Tensor] = []
+    for top_k, is_normed in variants:
+        weights = score.gather(1, ranked[:, :top_k])
+        if is_normed and top_k > 1:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+        expected += (ranked[:, :top_k], weights * 2.5)
+
+    def run(t: slice, impl: str) -> tuple[Tensor, ...]:
+        found = [route(x[t], gate, bias, bias_vl, image[t], *variant, 2.5, impl=impl) for variant in variants]
+        return tuple(itertools.chain(*found))
+
+    return _Case(run, tuple(expected), FP32)
 
 
 def _moe(o: _Operands) -> _Case:
@@ -217,11 +271,11 @@ def _moe(o: _Operands) -> _Case:
         step = _power_of_two(hidden, 448, 1e-4)
         expected[t] += (hidden.double() / step).float().to(torch.float8_e4m3fn).double() * step @ w2[e][1].T
     stored = ExpertWeights(*([weight for weight, _ in w] for w in (w1, w3, w2)))
-    return _Case(lambda impl: (moe(x, experts, weights, stored, limit, impl=impl),), (expected,), TWO_BF16)
+    return _Case(lambda t, impl: (moe(x[t], experts[t], weights[t], stored, limit, impl=impl),), (expected,), TWO_BF16)
 
 
 def _hash_rows(o: _Operands) -> _Case:
-    factors, primes, offsets, pad_id = [2**60 + 1, 2**59 + 3, 2**58 + 5], [11, 13, 17, 19], [0, 11, 24, 41], 2
+    factors, primes, offsets, pad_id = [2**60 + 1, 2**59 + 3, 2**58 + 5], [11, 13, 17, 19], [0, 11, 24, 41], 5
     lines = [[3, 2, 1], [1, -1, 2], [0, 3, -1], [-1, -1, -1], [3, 3, 3]]
     expected = []
     for line in lines:
@@ -232,80 +286,101 @@ def _hash_rows(o: _Operands) -> _Case:
     table = HashTable(*(torch.tensor(values, device=o.device) for values in (factors, primes, offsets)))
     window = torch.tensor(lines, device=o.device)
     return _Case(
-        lambda impl: (hash_rows(window, table, pad_id, impl=impl),),
-        (torch.tensor(expected, dtype=torch.float64, device=o.device),),
+        lambda t, impl: (hash_rows(window[t], table, pad_id, impl=impl),),
+        (torch.tensor(expected, device=o.device),),
         EXACT,
     )
 
 
 def _engram_gate(o: _Operands) -> _Case:
     h, key, value = o.normal(7, 4, 48), o.normal(7, 4, 48), o.normal(7, 48)
+    h[2], key[3] = 0, 0
     q_weight, k_weight = o.normal(4, 48, dtype=torch.float32), o.normal(4, 48, dtype=torch.float32)
     image = torch.arange(7, device=o.device) % 3 == 1
     normed = [x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() for x in (h, key)]
     d = (normed[0] * normed[1] * q_weight.double() * k_weight.double()).sum(-1, keepdim=True) / 48**0.5
     gate = d.abs().clamp_min(1e-6).sqrt().copysign(d).sigmoid() * ~image[:, None, None]
     expected = h.double() + gate * value.double().unsqueeze(1)
-    return _Case(
-        lambda impl: (engram_gate(h, key, value, q_weight, k_weight, 1e-6, image, impl=impl),), (expected,), BF16
-    )
+
+    def run(t: slice, impl: str) -> tuple[Tensor, ...]:
+        return (engram_gate(h[t], key[t], value[t], q_weight, k_weight, 1e-6, image[t], impl=impl),)
+
+    return _Case(run, (expected,), BF16)
 
 
 class _Selection:
-    """Queries on 70 rows, of which the first see fewer; keys lie scattered in a pool of NaN."""
+    """Queries on 70 rows, of which some see fewer; keys lie scattered in a pool of NaN."""
 
-    k, num_blocks, block_size = 16, 3, 8
+    sizes = (16, 3), (80, 3), (16, 9)  # rows and blocks to keep: fewer than there are, all rows, all blocks
+    block_size = 8
 
     def __init__(self, o: _Operands) -> None:
-        self.q, keys = o.whole(-1, 1, 6, 2, 32), o.whole(-1, 1, 70, 32)
-        self.weight = o.whole(-2, 3, 6, 2, dtype=torch.float32)
-        self.visible = torch.tensor([70, 0, 1, 16, 37, 64], device=o.device)
+        self.q, keys = o.whole(-1, 1, 7, 2, 32), o.whole(-1, 1, 70, 32)
+        self.weight = o.whole(-2, 3, 7, 2, dtype=torch.float32)
+        self.weight[6] = -1  # no score above zero
+        self.visible = [70, 0, 1, 16, 37, 64, 70]
+        self.visible_T = torch.tensor(self.visible, device=o.device)
         physical = torch.arange(70, device=o.device) * 3 % 211 + 1
         pool = torch.full((212, 32), _NAN, dtype=torch.bfloat16, device=o.device)
         pool[physical] = keys
         self.keys = KeyRows(DenseRows(pool), physical)
         products = (self.q.double() @ keys.double().T).relu()
-        self.score = (products * self.weight.double().unsqueeze(-1)).sum(1)
-        blocks = [self._best_blocks(t) for t in range(6)]
-        self.blocks = torch.tensor(blocks, device=o.device)
+        self.score: list[list[float]] = (products * self.weight.double().unsqueeze(-1)).sum(1).tolist()
 
-    def operands(self) -> tuple[Tensor, Tensor, KeyRows, Tensor]:
-        return self.q, self.weight, self.keys, self.visible
+    def operands(self, t: slice) -> tuple[Tensor, Tensor, KeyRows, Tensor]:
+        return self.q[t], self.weight[t], self.keys, self.visible_T[t]
 
-    def _best_blocks(self, t: int) -> list[int]:
-        visible, size = int(self.visible[t]), self.block_size
-        best = [float(self.score[t, first : min(first + size, visible)].max()) for first in range(0, visible, size)]
-        ranked = sorted(range(len(best)), key=lambda b: (b != len(best) - 1, -best[b], b))[: self.num_blocks]
-        return sorted(ranked) + [-1] * (self.num_blocks - len(ranked))
-
-    def rows(self, in_blocks: bool) -> Tensor:
+    def blocks(self, num_blocks: int) -> Tensor:
+        """The newest block and the best others, by the best row that is visible."""
         lines = []
-        for t, visible in enumerate(self.visible.tolist()):
-            blocks = set(self.blocks[t].tolist())
-            seen = [j for j in range(visible) if not in_blocks or j // self.block_size in blocks]
-            best = sorted(seen, key=lambda j: (-float(self.score[t, j]), j))[: self.k]
-            lines.append(pad(torch.tensor(sorted(best), dtype=torch.int64), (0, self.k - len(best)), value=-1))
-        return torch.stack(lines).to(self.q.device).double()
+        for score, visible in zip(self.score, self.visible, strict=True):
+            best = [max(score[a : min(a + self.block_size, visible)]) for a in range(0, visible, self.block_size)]
+            best[-1:] = [math.inf] * len(best[-1:])
+            lines.append(_best(best, range(len(best)), num_blocks))
+        return torch.tensor(lines, device=self.q.device)
+
+    def rows(self, k: int, block_idx_TB: Tensor | None = None) -> Tensor:
+        """The best rows of all that are visible, or of those inside the blocks."""
+        lines = []
+        for t, (score, visible) in enumerate(zip(self.score, self.visible, strict=True)):
+            blocks = range(visible) if block_idx_TB is None else block_idx_TB[t].tolist()
+            seen = [row for row in range(visible) if row // self.block_size in blocks]
+            lines.append(_best(score, seen, k))
+        return torch.tensor(lines, device=self.q.device)
+
+
+def _best(score: Sequence[float], candidates: Sequence[int], keep: int) -> list[int]:
+    """The `keep` best candidates in ascending order, of equal ones the lowest, and -1 for what is missing."""
+    ranked = sorted(candidates, key=lambda number: (-score[number], number))[:keep]
+    return sorted(ranked) + [-1] * (keep - len(ranked))
 
 
 def _select_rows(o: _Operands) -> _Case:
     s = _Selection(o)
-    return _Case(lambda impl: (select_rows(*s.operands(), s.k, impl=impl),), (s.rows(False),), EXACT)
-
-
-def _select_rows_and_blocks(o: _Operands) -> _Case:
-    s = _Selection(o)
     return _Case(
-        lambda impl: select_rows_and_blocks(*s.operands(), s.k, s.num_blocks, s.block_size, impl=impl),
-        (s.rows(False), s.blocks.double()),
+        lambda t, impl: tuple(select_rows(*s.operands(t), k, impl=impl) for k, _ in s.sizes),
+        tuple(s.rows(k) for k, _ in s.sizes),
         EXACT,
     )
 
 
+def _select_rows_and_blocks(o: _Operands) -> _Case:
+    s = _Selection(o)
+
+    def run(t: slice, impl: str) -> tuple[Tensor, ...]:
+        found = [select_rows_and_blocks(*s.operands(t), k, n, s.block_size, impl=impl) for k, n in s.sizes]
+        return tuple(itertools.chain(*found))
+
+    return _Case(run, tuple(itertools.chain(*((s.rows(k), s.blocks(n)) for k, n in s.sizes))), EXACT)
+
+
 def _select_in_blocks(o: _Operands) -> _Case:
     s = _Selection(o)
+    given = [(k, s.blocks(n)) for k, n in s.sizes]
     return _Case(
-        lambda impl: (select_in_blocks(*s.operands(), s.blocks, s.block_size, s.k, impl=impl),), (s.rows(True),), EXACT
+        lambda t, impl: tuple(select_in_blocks(*s.operands(t), b[t], s.block_size, k, impl=impl) for k, b in given),
+        tuple(s.rows(k, b) for k, b in given),
+        EXACT,
     )
 
 
@@ -316,20 +391,25 @@ def _sparse_attention(o: _Operands) -> _Case:
     window_idx = o.whole(1, 8, 5, 7, dtype=torch.int64)
     selected_idx = o.whole(1, 89, 5, 70, dtype=torch.int64)
     window_idx[0, :4], selected_idx[1, 60:], window_idx[2], selected_idx[2] = -1, -1, -1, -1
-    out = []
-    for t in range(5):
-        rows = torch.cat([p[i[t][i[t] >= 0]] for p, i in ((window, window_idx), (selected, selected_idx))]).double()
-        logits = torch.cat((q[t].double() @ rows.T * scale, sink.double().unsqueeze(1)), dim=1)
-        out.append(logits.softmax(1)[:, :-1] @ rows)
-    return _Case(
-        lambda impl: (
-            sparse_attention(
-                q, DenseRows(window), window_idx, DenseRows(selected), selected_idx, sink, scale, impl=impl
-            ),
-        ),
-        (torch.stack(out),),
-        TWO_BF16,
-    )
+
+    def attended(*sources: tuple[Tensor, Tensor]) -> Tensor:
+        out = []
+        for t in range(5):
+            rows = torch.cat([pool[idx[t][idx[t] >= 0]] for pool, idx in sources]).double()
+            logits = torch.cat((q[t].double() @ rows.T * scale, sink.double().unsqueeze(1)), dim=1)
+            out.append(logits.softmax(1)[:, :-1] @ rows)
+        return torch.stack(out)
+
+    near, far = DenseRows(window), DenseRows(selected)
+
+    def run(t: slice, impl: str) -> tuple[Tensor, ...]:
+        return (
+            sparse_attention(q[t], near, window_idx[t], far, selected_idx[t], sink, scale, impl=impl),
+            sparse_attention(q[t], near, window_idx[t], None, None, sink, scale, impl=impl),
+        )
+
+    both = attended((window, window_idx), (selected, selected_idx))
+    return _Case(run, (both, attended((window, window_idx))), TWO_BF16)
 
 
 _CASES: dict[str, Callable[[_Operands], _Case]] = {

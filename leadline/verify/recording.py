@@ -108,7 +108,8 @@ def _need(recording: Recording, name: str, *shape: int, ids_below: int | None = 
     found = recording.get(name)
     if found is None or tuple(found.shape) != shape or 0 in shape:
         got = "nothing" if found is None else list(found.shape)
-        reason = f"{name}: expected the shape {list(shape)} of this model and prompt, no part of it 0, got {got}"
+        without = ", and one of them has none of it" if 0 in shape else ""
+        reason = f"{name}: expected the shape {list(shape)} of this model and prompt{without}, got {got}"
     elif ids_below is not None and (found.is_floating_point() or int(found.min()) < 0 or int(found.max()) >= ids_below):
         reason = f"{name}: expected integers from 0 to {ids_below - 1}, got {found.dtype} up to {found.max()}"
     else:

@@ -11,9 +11,9 @@ import torch
 
 from leadline.checkpoint.random_model import random_tensors
 from leadline.checkpoint.source import WeightSource
+from leadline.config.engram import primes_from
 from leadline.config.model import ModelConfig
 from leadline.model.model import Model
-from leadline.ops.engram import _primes_from
 from tests.model.driver import MODELS
 
 BASE = json.loads((MODELS / "everything" / "config.json").read_text())
@@ -46,7 +46,7 @@ def model_of(shape: Shape) -> Model:
         ratios.append(0 if kind == "-" else ratio)
     stages = shape.stages * bool(shape.targets)
     text_config = BASE["text_config"]
-    primes = _primes_from(text_config["engram_vocab_size"])
+    primes = primes_from(text_config["engram_vocab_size"])
     columns = (shape.ngram - 1) * text_config["engram_n_heads"]
     text_config = text_config | {
         "num_hidden_layers": len(shape.kinds),

@@ -1,5 +1,6 @@
 """Checkpoints: what they hold, reading them exactly, and every way they can be broken."""
 
+import itertools
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from leadline.checkpoint.save import save_checkpoint
 from leadline.checkpoint.schema import DTYPES, TensorSpec, expected_tensors, released_name
 from leadline.checkpoint.shard import Shard
 from leadline.checkpoint.source import WeightSource, available_bytes, dense_bytes
+from leadline.config.engram import primes_from
 from leadline.config.model import ModelConfig, read_config
 from leadline.errors import CheckpointError
 from leadline.formats.fp8 import dequantize_e4m3_e8m0
@@ -521,6 +523,17 @@ def test_saving_refuses_what_reading_would(tmp_path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [400_000, 5_000_000], ids=["shards", "file"])
+def test_files_may_be_read_by_whom_the_umask_says(tmp_path, max_shard_bytes):
+    before = os.umask(0o027)
+    try:
+        config = read_config(EVERYTHING)
+        save_checkpoint(tmp_path, config, load_file(EVERYTHING / "model.safetensors"), max_shard_bytes)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [400_000, 5_000_000], ids=["shards", "file"])
 def test_a_full_disk_leaves_nothing_that_loads(tmp_path, max_shard_bytes):
     config = read_config(EVERYTHING)
     tensors = load_file(EVERYTHING / "model.safetensors")
@@ -666,6 +679,7 @@ _LOAD = """
 import re, sys, torch
 from leadline.checkpoint.schema import expected_tensors
 from leadline.checkpoint.source import Weight, WeightSource
+from leadline.config.engram import primes_from
 from leadline.config.model import read_config
 folder, weights = sys.argv[1:]
 config = read_config(folder)
@@ -696,7 +710,8 @@ def test_peak_memory_of_a_load(tmp_path):
     data = read_config(GOLDEN / "models" / "engram").to_dict()
     data["text_config"] |= {"hidden_size": 1536, "moe_intermediate_size": 2048, "num_hidden_layers": 2}
     data["text_config"] |= {"compress_ratios": [0, 0], "kv_source_layer_ids": [], "index_source_layer_ids": []}
-    data["text_config"] |= {"engram_layer_ids": [1], "engram_num_embeddings": [2_000_000], "engram_head_dim": 64}
+    data["text_config"] |= {"engram_layer_ids": [1], "engram_vocab_size": 333_333, "engram_head_dim": 64}
+    data["text_config"]["engram_num_embeddings"] = [sum(itertools.islice(primes_from(333_333), 6))]
     data["text_config"]["n_routed_experts"] = 8
     config = ModelConfig.from_dict(data)
     expected = expected_tensors(config)

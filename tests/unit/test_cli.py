@@ -214,8 +214,9 @@ def test_wrong_usage_is_one_line_that_says_where_help_is(capsys, monkeypatch, ar
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("command", ["ops", "verify"])
-def test_a_device_that_is_not_there(run, command):
-    result = run(command, "--device", "cuda")
+@pytest.mark.parametrize("device", ["cuda", "meta", "nonsense"])
+def test_a_device_that_is_not_there(run, command, device):
+    result = run(command, "--device", device)
     assert result.exit_code == 2
     assert "a device that torch finds on" in result.stderr
 
@@ -493,5 +494,5 @@ def test_small_models_take_one_thread_unless_told_otherwise(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    options.choose_threads(SimpleNamespace(config=SimpleNamespace(hidden_size=width)))  # type: ignore[arg-type]
+    options.choose_threads(SimpleNamespace(hidden_size=width))  # type: ignore[arg-type]
     assert chosen == expected

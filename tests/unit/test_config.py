@@ -189,6 +189,8 @@ def test_wrong_type_or_range_is_named(path, value):
         ("text_config.index_topk", 0),
         ("text_config.candidate_block_size", 0),
         ("text_config.engram_num_embeddings", [384006168]),
+        ("text_config.engram_num_embeddings", [1, 2]),
+        ("text_config.engram_vocab_size", 7),
         ("text_config.engram_max_ngram_size", 1),
         ("text_config.engram_pad_token_id", 99092),
         ("text_config.engram_compressed_vocab_size", 129281),

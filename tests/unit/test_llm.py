@@ -100,6 +100,35 @@ def test_an_interrupted_step_ends_its_sequences_and_nothing_else(monkeypatch, na
     assert "".join(delta.text for delta in late) == "abcdefghabcdefghabcdefghabcdef"
 
 
+@pytest.mark.parametrize("name", ["_propose", "_draw", "_take", "_delta"])
+def test_a_lost_generation_collected_in_a_step_harms_no_other(monkeypatch, name):
+    """The collector may close a generator anywhere, in the middle of a step as well."""
+    llm = fake_llm("abcdefgh", speculate=True)
+    lost = [llm.stream("h", SamplingParams(max_tokens=30))]
+    next(lost[0])
+    whole = getattr(EngineCore, name)
+
+    def collecting(*args):
+        lost.clear()
+        return whole(*args)
+
+    monkeypatch.setattr(EngineCore, name, collecting)
+    (output,) = llm.generate("h", SamplingParams(max_tokens=20))
+    assert (output.outputs[0].text, output.outputs[0].error) == ("abcdefghabcdefghabcd", None)
+    assert lost == []
+    assert (llm.cache.num_free_slots, llm.engine.has_work, llm._inbox) == (llm.cache.max_sequences, False, {})
+
+
+def test_a_call_from_inside_a_call_is_refused():
+    llm = fake_llm("abcdefgh")
+    with pytest.raises(RequestError, match="from inside another one"):
+        llm.score("abc", progress=lambda done, total: llm.generate("x"))
+    with pytest.raises(RequestError, match="from inside another one"):
+        llm.score("abc", progress=lambda done, total: llm.score("x"))
+    assert llm.generate("h", FIVE)[0].outputs[0].text == "abcde"
+    assert llm.cache.num_free_slots == llm.cache.max_sequences
+
+
 def test_threads_share_one_model():
     llm = fake_llm("abcdefgh", max_num_seqs=3, speculate=True)
     texts: list[str] = []

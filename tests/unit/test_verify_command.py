@@ -69,17 +69,44 @@ def slightly_wrong(results):
     return tuple(results) if len(results) > 1 else results[0]
 
 
-@pytest.mark.parametrize("op", sorted({row.op for row in dispatch.table(torch.device("cpu"))}))
-def test_every_implementation_of_an_operator_is_checked(monkeypatch, op):
-    device = torch.device("cpu")
-    monkeypatch.setitem(dispatch._registry, op, dict(dispatch._registry[op]))
+CPU = torch.device("cpu")
+OPERATORS = sorted({row.op for row in dispatch.table(CPU)})
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A copy that a test may add implementations to."""
+    monkeypatch.setattr(dispatch, "_registry", {op: dict(found) for op, found in dispatch._registry.items()})
     monkeypatch.setattr(dispatch, "_chosen", {})
-    reference = dispatch.choose(op, None, device)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_implementation_of_an_operator_is_checked(op):
+    reference = dispatch.choose(op, None, CPU)
     dispatch.register(op, "wrong", lambda *operands: slightly_wrong(reference(*operands)))
     dispatch.register(op, "elsewhere", reference, lambda device: "needs another device")
-    parts = check_operators(device)
+    parts = check_operators(CPU)
     assert [part.name for part in parts if not part.passed] == [f"operators: {op}, wrong"]
-    assert len(parts) == len({row.op for row in dispatch.table(device)}) + 1
+    assert len(parts) == len(OPERATORS) + 2  # the wrong one, and the rotations
+
+
+@pytest.mark.usefixtures("registry")
+def test_an_operator_that_raises_or_depends_on_neighbours_fails_by_name():
+    reference = dispatch.choose("linear_f32", None, CPU)
+
+    def dependent(x, w):
+        return reference(x, w) * (1 + 1e-7 * len(x))  # far within the limit
+
+    def broken(*operands):
+        raise IndexError("index out of range")
+
+    dispatch.register("linear_f32", "dependent", dependent)
+    dispatch.register("linear_f32", "broken", broken)
+    one, other = (part for part in check_operators(CPU) if not part.passed)
+    assert (one.name, one.checks[0].passed) == ("operators: linear_f32, dependent", True)
+    assert [check.what for check in one.checks if not check.passed] == ["other bits alone"]
+    assert (other.name, other.checks[0].what) == ("operators: linear_f32, broken", "IndexError: index out of range")
 
 
 def test_a_difference_fails_with_status_one(tmp_path):
@@ -135,7 +162,7 @@ def damaged(name, change):
     [
         ("noise_decode", None, "expected the shape .* got nothing"),
         ("prefill_experts", None, "expected the shape .* got nothing"),
-        ("input_ids", lambda x: x[:0], "no part of it 0"),
+        ("input_ids", lambda x: x[:0], "one of them has none of it"),
         ("input_ids", lambda x: x + 10**6, "expected integers from 0 to 383, got torch.int32 up to"),
         ("tokens", lambda x: x.float(), "expected integers from 0 to 383, got torch.float32"),
         ("prefill_stream", lambda x: x.flatten(1), "expected the shape"),
