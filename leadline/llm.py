@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as brief
 from threading import Lock, get_ident
@@ -20,13 +20,13 @@ from leadline.config.checks import check_integer
 from leadline.config.model import ModelConfig, read_config
 from leadline.config.sampling import SamplingParams
 from leadline.engine.core import EngineCore
-from leadline.engine.request import Delta, FinishReason, Progress, Request
-from leadline.engine.sampler import Logprob
+from leadline.engine.request import Delta, Progress, Request
 from leadline.engine.score import score
 from leadline.engine.speculate import Speculation
-from leadline.errors import CheckpointError, EngineError, LeadlineError, PromptError, RequestError, SamplingError
+from leadline.errors import CheckpointError, EngineError, PromptError, RequestError, SamplingError
 from leadline.model.step import Prefill
-from leadline.text.chat import ChatDelta, ChatParser, ChatPrompt, Effort, ImageSource, Messages, render_chat
+from leadline.outputs import ChatPiece, CompletionOutput, RequestOutput, ScoreOutput, by_id
+from leadline.text.chat import ChatParser, ChatPrompt, Effort, ImageSource, Messages, render_chat
 from leadline.text.images import content_ids, expand_images, load_image, prepare_image
 from leadline.text.tokenizer import Tokenizer
 
@@ -37,70 +37,6 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 _HASHED_BYTES = 1 << 26  # of a file, in blocks spread over it
 _HASHED_BLOCK = 1 << 16
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-@dataclass(slots=True, kw_only=True)
-class CompletionOutput:
-    """One answer. In a chat `text` is the content alone, beside `reasoning` and `tool_calls`.
-
-    logprobs: per token its own entry first, then the most likely ones, if asked for. num_drafted and num_accepted:
-    drafts verified, and how many of them became tokens. error: why finish_reason is "error".
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    reasoning: str = ""
-    tool_calls: list[str] = field(default_factory=list)
-    num_drafted: int = 0
-    num_accepted: int = 0
-    error: LeadlineError | None = None
-
-    def add(self, delta: Delta, parts: Sequence[ChatDelta] | None = None) -> None:
-        """Join a delta of this answer to what is there; in a chat `parts` take the place of its text."""
-        self.token_ids += delta.token_ids
-        if parts is None:
-            self.text += delta.text
-        for part in parts or ():
-            if part.kind == "reasoning":
-                self.reasoning += part.text
-            elif part.kind == "content":
-                self.text += part.text
-            else:
-                self.tool_calls.append(part.text)
-        if delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + [_by_id(entries) for entries in delta.logprobs]
-        self.num_drafted += delta.drafted
-        self.num_accepted += delta.accepted
-        self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestOutput:
-    """A prompt, images expanded, and its `n` answers."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-
-
-@dataclass(slots=True, kw_only=True)
-class ScoreOutput:
-    """A prompt and per token its log-probability and those of the most likely tokens; None for the first token."""
-
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPiece:
-    """What one step added to an answer, and the same as parts of the answer."""
-
-    delta: Delta
-    parts: list[ChatDelta]
 
 
 def resolve_model(model: str | Path | None) -> Path:
@@ -398,7 +334,7 @@ class LLM:
         return [
             ScoreOutput(
                 prompt_token_ids=prompt_ids,
-                prompt_logprobs=[None if entries is None else _by_id(entries) for entries in per_token],
+                prompt_logprobs=[None if entries is None else by_id(entries) for entries in per_token],
             )
             for prompt_ids, per_token in zip(ids, scored, strict=True)
         ]
@@ -531,7 +467,3 @@ def _empty_outputs(texts: Sequence[str | None], requests: list[Request]) -> list
         )
         for text, request in zip(texts, requests, strict=True)
     ]
-
-
-def _by_id(entries: list[Logprob]) -> dict[int, Logprob]:
-    return {entry.token_id: entry for entry in entries}

@@ -23,7 +23,8 @@ from leadline.cli.options import (
     progress_bar,
 )
 from leadline.errors import PromptError
-from leadline.llm import LLM, CompletionOutput
+from leadline.llm import LLM
+from leadline.outputs import CompletionOutput
 
 
 def generate(

@@ -192,7 +192,8 @@ def table(
     right."""
     shown = Table(title=title, title_justify="left")
     for name, value in rows[0].items():
-        shown.add_column(name, justify="right" if isinstance(value, int) or name in right else "left")
+        justify: Literal["left", "right"] = "right" if isinstance(value, int) or name in right else "left"
+        shown.add_column(name, justify=justify, overflow="fold")
     for section in (rows, totals):
         for row in section:
             shown.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else cell for cell in row.values()))

@@ -10,8 +10,9 @@ import torch
 from leadline.cache.pages import PAGE_TOKENS
 from leadline.config.sampling import SamplingParams
 from leadline.engine.speculate import Speculation
-from leadline.llm import LLM, CompletionOutput
+from leadline.llm import LLM
 from leadline.ops import dispatch
+from leadline.outputs import CompletionOutput
 from leadline.text.tokenizer import Tokenizer
 from tests.model.driver import MODELS, feed, load, new_cache, one_shot, run_of, text
 from tests.model.random_models import Shape, model_of

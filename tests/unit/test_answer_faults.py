@@ -14,7 +14,8 @@ from PIL import Image
 from leadline.config.model import ModelConfig, read_config
 from leadline.config.sampling import SamplingParams
 from leadline.errors import ConfigError, ImageError
-from leadline.llm import LLM, CompletionOutput
+from leadline.llm import LLM
+from leadline.outputs import CompletionOutput
 from leadline.text.chat import render_chat
 from leadline.text.images import expand_images, load_image, prepare_image
 from leadline.text.tokenizer import CONTROL_TOKENS
