@@ -30,7 +30,7 @@ def verify(
     device: Annotated[str, typer.Option(help="Device to check, as torch names it.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Check this machine's results against a recording."""
+    """Check this machine: formats, operators, and a model against itself and a recording."""
     where = options.device_of(device)
     folder = resolve_model(model or None)
     path = Path(recording) if recording else folder / RECORDING
